@@ -138,6 +138,7 @@ class GroupHeader:
     producer: str
     versions: tuple[Version, ...]
     num_tokens: int  # prompt (once per sample) and completion tokens
+    equal_rewards: bool  # every sample has the same reward: no learning signal
     body_bytes: int
     entry: str  # stream entry id
     raw: bytes  # the encoded header, decoded again with the body

@@ -1,0 +1,241 @@
+"""From deliveries to the batch of a step.
+
+    issue ─▶ poll ─▶ window.deliver ─▶ choose ─▶ fetch ─▶ check_group ─▶ groups of the step
+      ▲                                            │          │
+      └── reissue: missing in the census ◀─────────┴──────────┴── body lost, refused
+
+waits for: deliveries. Unblocked by: a complete batch, the stop flag, or give_up_s (Stalled).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbehind.config import Config
+from rollout_queue.errors import StalenessError
+from rollout_queue.messages import DeadNotice, Group, GroupHeader, OpenState, Request, RequestId, Sampling
+from rollout_queue.queue import TrainerQueue
+from rollout_queue.staleness import check_group, floor_after, min_version
+from trainer_svc.data import Item
+from trainer_svc.errors import Stalled, TrainerError
+from trainer_svc.ledger import Ledger
+from trainer_svc.order import DataOrder
+from trainer_svc.window import Window
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+
+class Versions(Protocol):
+    """What the intake must know of the publisher."""
+
+    def history(self) -> Mapping[int, str]: ...
+
+    def given(self, member: str) -> set[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A group of the batch, with the lag of each completion token [T]."""
+
+    header: GroupHeader
+    group: Group
+    lags: NDArray[np.int32]
+
+
+class Intake:
+    """Owns window and ledger; turns published versions into requests, and deliveries into batches."""
+
+    def __init__(
+        self, config: Config, queue: TrainerQueue, versions: Versions, items: Sequence[Item], order: DataOrder, stop_ids: tuple[int, ...]
+    ) -> None:
+        self._config = config
+        self._queue = queue
+        self._versions = versions
+        self._items = items
+        self._order = order
+        self.window = Window(order, config.run.n_behind)
+        self.ledger = Ledger()
+        self.retained: list[GroupHeader | DeadNotice] = []  # consumed, kept until the checkpoint that covers them
+        self.incarnation = 0
+        self.reissued = 0
+        self.refused = 0
+        self.census: Mapping[RequestId, OpenState] = {}
+        self._reconciled_at = 0.0
+        self._sampling = Sampling(
+            num_generations=config.sampling.num_generations,
+            max_new_tokens=config.sampling.max_new_tokens,
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            top_k=config.sampling.top_k,
+            stop_token_ids=stop_ids,
+        )
+
+    # --- issue
+    def request(self, request_id: RequestId) -> Request:
+        item = self._items[self._order.item(request_id)]
+        entry = self.window[request_id]
+        return Request(
+            id=request_id,
+            incarnation=self.incarnation,
+            min_version=min_version(request_id.step, self._config.run.n_behind),
+            seed=self._order.request_seed(request_id),
+            prompt_ids=item.prompt_ids,
+            sampling=self._sampling,
+            item_id=item.id,
+            payload=item.payload,
+            attempt=entry.attempt,
+            failures=entry.failures,
+        )
+
+    def issue_up_to(self, published: int) -> None:
+        """Open and issue what version `published` allows."""
+        new = self.window.open_steps(published)
+        self.ledger = self.ledger.add(issued=len(new))
+        self._issue(new)
+
+    def reissue_restored(self) -> None:
+        """After a resume: the open requests of the checkpoint that were not delivered meanwhile."""
+        self._take_deliveries(0.0)
+        census = self._queue.census()
+        self.window.note_attempts(census)
+        self._queue.withdraw(self.window.strangers(census, (h.id for h in self.retained)))
+        undelivered = [r for r in self.window.ids() if self.window[r].header is None]
+        for request in undelivered:
+            self.window.reopen(request, failed=False)
+        self._issue(undelivered)
+
+    def _issue(self, ids: Sequence[RequestId]) -> None:
+        if ids:
+            self._queue.issue([self.request(r) for r in ids])
+
+    # --- deliveries
+    def _take_deliveries(self, block_s: float) -> None:
+        for arrival in self._queue.poll(block_s):
+            if isinstance(arrival, DeadNotice):
+                self._take_dead(arrival)
+            elif not self.window.deliver(arrival):
+                self._take_surplus(arrival)
+            elif self._config.algo.skip_zero_variance and arrival.equal_rewards:
+                self._filter(arrival)
+
+    def _take_surplus(self, header: GroupHeader) -> None:
+        """A delivery of something resolved: covered by a checkpoint already, so it can go."""
+        if all(h.entry != header.entry for h in self.retained):
+            self._queue.release([header])
+
+    def _take_dead(self, notice: DeadNotice) -> None:
+        if notice.id not in self.window:
+            self._queue.release([notice])
+            return
+        log.error("request %s is dead-lettered: %s; it is replaced (see `nbehind dead`)", notice.id, notice.reason)
+        self.ledger = self.ledger.add(dead_lettered=1, issued=1)
+        self.retained.append(notice)
+        self._issue([self.window.replace(notice.id)])
+
+    def _filter(self, header: GroupHeader) -> None:
+        if header.id.round >= self._config.algo.max_rounds:
+            return
+        self.ledger = self.ledger.add(filtered=1, issued=1)
+        self.retained.append(header)
+        self._issue([self.window.replace(header.id)])
+
+    # --- the batch
+    def wait_for_batch(self, step: int, stopping: Callable[[], bool], on_stall: Callable[[float], None]) -> list[Taken] | None:
+        """The groups of `step`, checked token by token; None when the run is to stop. `on_stall` hears of long waits."""
+        began = time.monotonic()
+        while not stopping():
+            chosen = self._choose(step)
+            taken = self._fetch(step, chosen) if chosen else None
+            if taken is not None:
+                self.window.resolve(t.header.id for t in taken)
+                self.retained += [t.header for t in taken]
+                self.ledger = self.ledger.add(trained=len(taken))
+                return taken
+            self._take_deliveries(POLL_S)
+            self.reconcile(self._config.trainer.reconcile_s)
+            self._watch(step, time.monotonic() - began, on_stall)
+        return None
+
+    def _choose(self, step: int) -> list[GroupHeader] | None:
+        if self._config.run.order == "strict":
+            return self.window.choose_strict(step)
+        if not self.window.enough(step):
+            return None
+        started = self._queue.raise_floor(floor_after(step, self._config.run.n_behind))
+        return self.window.choose_ready(step, started)
+
+    def _fetch(self, step: int, chosen: Sequence[GroupHeader]) -> list[Taken] | None:
+        """All bodies, each within the bound; None if one was lost or refused, which is then issued again."""
+        taken: list[Taken] = []
+        for header, group in zip(chosen, self._queue.fetch(chosen), strict=True):
+            if group is None:
+                self._reissue(header, "its body is lost", failed=False)
+                continue
+            try:
+                taken.append(Taken(header, group, self._check(step, group)))
+            except StalenessError as error:
+                self.refused += 1
+                self._reissue(header, str(error), failed=True)
+        return taken if len(taken) == len(chosen) else None
+
+    def _check(self, step: int, group: Group) -> NDArray[np.int32]:
+        if group.num_samples != self._sampling.num_generations:
+            raise StalenessError(f"group {group.id} has {group.num_samples} samples, not {self._sampling.num_generations}")
+        given = self._versions.given(group.producer)
+        for version in group.versions:
+            if version.incarnation == self.incarnation and version.number not in given:
+                raise StalenessError(f"group {group.id}: producer {group.producer} was never given version {version.number}")
+        return check_group(step, self._config.run.n_behind, group, self._versions.history())
+
+    def _reissue(self, header: GroupHeader, why: str, *, failed: bool) -> None:
+        entry = self.window.reopen(header.id, failed=failed)
+        log.warning("request %s is issued again (attempt %d): %s", header.id, entry.attempt, why)
+        if entry.failures >= self._config.producer.max_attempts:
+            raise TrainerError(f"request {header.id} was refused {entry.failures} times, last: {why}")
+        self._queue.release([header])
+        self.reissued += 1
+        self._issue([header.id])
+
+    # --- the queue is transport: compare it with the window
+    def reconcile(self, every_s: float) -> None:
+        """Issue again what the queue has lost, at most once in `every_s` seconds."""
+        if time.monotonic() - self._reconciled_at < every_s:
+            return
+        self._reconciled_at = time.monotonic()
+        self.census = self._queue.census()
+        self.window.note_attempts(self.census)
+        missing = self.window.missing(self.census)
+        if missing:
+            log.warning("the queue has lost %d open requests (first: %s); they are issued again", len(missing), missing[0])
+            for request in missing:
+                self.window.reopen(request, failed=False)
+            self.reissued += len(missing)
+            self._issue(missing)
+
+    def _watch(self, step: int, waited_s: float, on_stall: Callable[[float], None]) -> None:
+        if waited_s > self._config.run.give_up_s:
+            raise Stalled(f"no step for {waited_s:.0f} s (run.give_up_s = {self._config.run.give_up_s:g}): {self.who_waits(step)}")
+        if waited_s > self._config.run.stall_s:
+            on_stall(waited_s)
+
+    def who_waits(self, step: int) -> str:
+        """One line: which requests of the step are where."""
+        waiting = [r for r in self.window.ids() if self.window[r].header is None and (r.step == step or self._config.run.order == "ready")]
+        states = [self.census[r] for r in waiting if r in self.census]
+        leased = sorted({s.owner for s in states if s.state == "leased"})
+        queued = sum(s.state == "queued" for s in states)
+        first = waiting[0] if waiting else "none"
+        return (
+            f"step {step} waits for {len(waiting)} requests (first {first}, needs version "
+            f"{min_version(step, self._config.run.n_behind)}): {queued} wait for a producer, "
+            f"{len(states) - queued} are in work" + (f" at {', '.join(leased)}" if leased else "; no producer holds any")
+        )
