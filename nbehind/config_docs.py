@@ -1,0 +1,85 @@
+"""What each key allows, in words: for error messages, and for the table of the README."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from nbehind.config import Config
+from nbehind.config_toml import toml_value
+
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    dict: "a table",
+    tuple: "a list",
+}
+BEGIN, END = "<!-- configuration: begin -->", "<!-- configuration: end -->"
+
+
+def is_number(field: FieldInfo) -> bool:
+    """Does the key hold one number?"""
+    return field.annotation in (int, float)
+
+
+def is_text(field: FieldInfo) -> bool:
+    """Does the key hold a text or a path?"""
+    return field.annotation in (str, Path) or typing.get_origin(field.annotation) is Literal
+
+
+def allowed(field: FieldInfo) -> str:
+    """Such as `a whole number ≥ 1` or `one of "keep", "finish"`."""
+    kind = field.annotation
+    origin = typing.get_origin(kind)
+    assert origin not in (UnionType, typing.Union), "a union needs words of its own"
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        names = ", ".join(toml_value(c) for c in choices)
+        return names if len(choices) == 1 else f"one of {names}"
+    if origin is tuple:
+        parts = typing.get_args(kind)
+        return f"a list of {len(parts)} numbers"
+    words = KINDS[origin or kind]
+    limits = [text for text in map(_limit, field.metadata) if text]
+    return f"{words} {' and '.join(limits)}" if limits else words
+
+
+def _limit(rule: Any) -> str:
+    if isinstance(rule, annotated_types.Ge):
+        return f"≥ {rule.ge}"
+    if isinstance(rule, annotated_types.Gt):
+        return f"> {rule.gt}"
+    if isinstance(rule, annotated_types.Le):
+        return f"≤ {rule.le}"
+    if isinstance(rule, annotated_types.Lt):
+        return f"< {rule.lt}"
+    pattern = getattr(rule, "pattern", None)
+    return f"of the form {pattern}" if pattern else ""
+
+
+def markdown_table() -> str:
+    """The configuration table: a row a key."""
+    rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for section in Config.model_fields:
+        for key, field in type(getattr(Config(), section)).model_fields.items():
+            default = toml_value(field.get_default(call_default_factory=True))
+            cells = (f"`{section}.{key}`", f"`{default}`", allowed(field), field.description or "")
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(document: str) -> str:
+    """`document` with the table between its two markers brought up to date; ValueError without them."""
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the document has no {BEGIN} … {END}")
+    return f"{head}{begin}\n\n{markdown_table()}\n{end}{tail}"
