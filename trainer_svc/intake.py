@@ -24,7 +24,7 @@ from rollout_queue.messages import DeadNotice, Group, GroupHeader, OpenState, Re
 from rollout_queue.queue import TrainerQueue
 from rollout_queue.staleness import check_group, floor_after, min_version
 from trainer_svc.data import Item
-from trainer_svc.errors import Stalled, TrainerError
+from trainer_svc.errors import Stalled
 from trainer_svc.ledger import Ledger
 from trainer_svc.order import DataOrder
 from trainer_svc.window import Window
@@ -55,7 +55,13 @@ class Intake:
     """Owns window and ledger; turns published versions into requests, and deliveries into batches."""
 
     def __init__(
-        self, config: Config, queue: TrainerQueue, versions: Versions, items: Sequence[Item], order: DataOrder, stop_ids: tuple[int, ...]
+        self,
+        config: Config,
+        queue: TrainerQueue,
+        versions: Versions,
+        items: Sequence[Item],
+        order: DataOrder,
+        stop_ids: tuple[int, ...],
     ) -> None:
         self._config = config
         self._queue = queue
@@ -128,18 +134,22 @@ class Intake:
                 self._filter(arrival)
 
     def _take_surplus(self, header: GroupHeader) -> None:
-        """A delivery of something resolved: covered by a checkpoint already, so it can go."""
-        if all(h.entry != header.entry for h in self.retained):
+        """A delivery of something resolved and covered by a checkpoint can go; one in hand or retained stays."""
+        in_hand = self.window[header.id].header if header.id in self.window else None
+        if (in_hand is None or in_hand.entry != header.entry) and all(h.entry != header.entry for h in self.retained):
             self._queue.release([header])
 
     def _take_dead(self, notice: DeadNotice) -> None:
         if notice.id not in self.window:
             self._queue.release([notice])
             return
-        log.error("request %s is dead-lettered: %s; it is replaced (see `nbehind dead`)", notice.id, notice.reason)
-        self.ledger = self.ledger.add(dead_lettered=1, issued=1)
         self.retained.append(notice)
-        self._issue([self.window.replace(notice.id)])
+        self._replace_dead(notice.id, notice.reason)
+
+    def _replace_dead(self, request: RequestId, reason: str) -> None:
+        log.error("request %s is dead-lettered and replaced: %s", request, reason)
+        self.ledger = self.ledger.add(dead_lettered=1, issued=1)
+        self._issue([self.window.replace(request)])
 
     def _filter(self, header: GroupHeader) -> None:
         if header.id.round >= self._config.algo.max_rounds:
@@ -149,7 +159,9 @@ class Intake:
         self._issue([self.window.replace(header.id)])
 
     # --- the batch
-    def wait_for_batch(self, step: int, stopping: Callable[[], bool], on_stall: Callable[[float], None]) -> list[Taken] | None:
+    def wait_for_batch(
+        self, step: int, stopping: Callable[[], bool], on_stall: Callable[[float], None]
+    ) -> list[Taken] | None:
         """The groups of `step`, checked token by token; None when the run is to stop. `on_stall` hears of long waits."""
         began = time.monotonic()
         while not stopping():
@@ -189,19 +201,24 @@ class Intake:
 
     def _check(self, step: int, group: Group) -> NDArray[np.int32]:
         if group.num_samples != self._sampling.num_generations:
-            raise StalenessError(f"group {group.id} has {group.num_samples} samples, not {self._sampling.num_generations}")
+            raise StalenessError(
+                f"group {group.id} has {group.num_samples} samples, not {self._sampling.num_generations}"
+            )
         given = self._versions.given(group.producer)
         for version in group.versions:
             if version.incarnation == self.incarnation and version.number not in given:
-                raise StalenessError(f"group {group.id}: producer {group.producer} was never given version {version.number}")
+                raise StalenessError(
+                    f"group {group.id}: producer {group.producer} was never given version {version.number}"
+                )
         return check_group(step, self._config.run.n_behind, group, self._versions.history())
 
     def _reissue(self, header: GroupHeader, why: str, *, failed: bool) -> None:
         entry = self.window.reopen(header.id, failed=failed)
-        log.warning("request %s is issued again (attempt %d): %s", header.id, entry.attempt, why)
-        if entry.failures >= self._config.producer.max_attempts:
-            raise TrainerError(f"request {header.id} was refused {entry.failures} times, last: {why}")
         self._queue.release([header])
+        if entry.failures >= self._config.producer.max_attempts:
+            self._replace_dead(header.id, f"refused {entry.failures} times, last: {why}")
+            return
+        log.warning("request %s is issued again (attempt %d): %s", header.id, entry.attempt, why)
         self.reissued += 1
         self._issue([header.id])
 
@@ -215,7 +232,9 @@ class Intake:
         self.window.note_attempts(self.census)
         missing = self.window.missing(self.census)
         if missing:
-            log.warning("the queue has lost %d open requests (first: %s); they are issued again", len(missing), missing[0])
+            log.warning(
+                "the queue has lost %d open requests (first: %s); they are issued again", len(missing), missing[0]
+            )
             for request in missing:
                 self.window.reopen(request, failed=False)
             self.reissued += len(missing)
@@ -223,13 +242,19 @@ class Intake:
 
     def _watch(self, step: int, waited_s: float, on_stall: Callable[[float], None]) -> None:
         if waited_s > self._config.run.give_up_s:
-            raise Stalled(f"no step for {waited_s:.0f} s (run.give_up_s = {self._config.run.give_up_s:g}): {self.who_waits(step)}")
+            raise Stalled(
+                f"no step for {waited_s:.0f} s (run.give_up_s = {self._config.run.give_up_s:g}): {self.who_waits(step)}"
+            )
         if waited_s > self._config.run.stall_s:
             on_stall(waited_s)
 
     def who_waits(self, step: int) -> str:
         """One line: which requests of the step are where."""
-        waiting = [r for r in self.window.ids() if self.window[r].header is None and (r.step == step or self._config.run.order == "ready")]
+        waiting = [
+            r
+            for r in self.window.ids()
+            if self.window[r].header is None and (r.step == step or self._config.run.order == "ready")
+        ]
         states = [self.census[r] for r in waiting if r in self.census]
         leased = sorted({s.owner for s in states if s.state == "leased"})
         queued = sum(s.state == "queued" for s in states)
@@ -237,5 +262,6 @@ class Intake:
         return (
             f"step {step} waits for {len(waiting)} requests (first {first}, needs version "
             f"{min_version(step, self._config.run.n_behind)}): {queued} wait for a producer, "
-            f"{len(states) - queued} are in work" + (f" at {', '.join(leased)}" if leased else "; no producer holds any")
+            f"{len(states) - queued} are in work"
+            + (f" at {', '.join(leased)}" if leased else "; no producer holds any")
         )

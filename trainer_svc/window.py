@@ -121,9 +121,7 @@ class Window:
         `started` maps the requests in generation or delivered to the version they began with, as of the floor for step + 1.
         """
         slots = self._order.slots(step)
-        due = {
-            r for r, v in started.items() if r in self._open and v >= 0 and deadline(v, self._n_behind) <= step
-        }
+        due = {r for r, v in started.items() if r in self._open and v >= 0 and deadline(v, self._n_behind) <= step}
         if any(self._open[r].header is None for r in due):
             return None
         ranked = sorted(self.delivered(), key=lambda h: (deadline(h.oldest_version, self._n_behind), h.id))

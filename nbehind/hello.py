@@ -1,0 +1,39 @@
+"""What both ends of the weight channel must agree on before any weights are sent."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from nbehind.config import Config
+from nbehind.tokenizer import Tokenizer
+
+_IDENTITY = (
+    "architectures",
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def model_digest(folder: Path) -> str:
+    """Hash of what makes the architecture, so that two folders of the same model agree."""
+    path = folder / "config.json"
+    if not path.exists():
+        return "none"
+    config = json.loads(path.read_text())
+    return sha256(json.dumps([config.get(k) for k in _IDENTITY]).encode()).hexdigest()[:16]
+
+
+def hello(config: Config, tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
+    """Named values that are compared one by one (weight_sync/membership.py)."""
+    return {
+        "dtype": config.model.dtype,
+        "tokenizer": tokenizer.digest,
+        "model": "fake" if config.model.path == "fake" else model_digest(folder),
+        "transport": config.sync.transport,
+    }

@@ -1,0 +1,194 @@
+"""Connecting to Redis: one place for URLs, credentials, time limits, repeats, and what a server must offer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import parse_url
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.retry import Retry
+
+from rollout_queue.errors import ConnectionRefused, OutOfMemory, UnsuitableRedis
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SOCKET_TIMEOUT_S = 20.0  # a peer that answers nothing is given up after this
+MAX_BLOCK_S = 10.0  # longest single blocking read, well below the socket timeout
+_OLDEST_SERVER = (6, 2)
+_URL_OPTIONS = frozenset({"db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"})
+_URL_PARTS = frozenset({"host", "port", "path", "username", "password", "connection_class"})
+_TRANSIENT = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, ReadOnlyError)
+_PERMANENT = (AuthenticationError, AuthorizationError)  # redis-py counts them as connection errors
+
+
+def resolve_password(env_name: str, file: str) -> str:
+    """The password: the content of `file` (without its line end) when given, else the variable `env_name`, else ''.
+
+    Raises ConnectionRefused when the file cannot be read.
+    """
+    if not file:
+        return os.environ.get(env_name, "") if env_name else ""
+    try:
+        return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConnectionRefused(f"redis.password_file {file} cannot be read: {cause}") from None
+
+
+def masked_url(url: str) -> str:
+    """The URL without its credentials, for messages."""
+    return re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
+
+
+def connect(
+    url: str,
+    *,
+    username: str = "",
+    password: str = "",
+    tls_ca: str = "",
+    socket_timeout_s: float = SOCKET_TIMEOUT_S,
+    connect_timeout_s: float = 5.0,
+    name: str = "",
+) -> redis.Redis:
+    """A client for `url` (redis://, rediss:// or unix://). Opens no connection yet; see `check_server`.
+
+    The client speaks RESP2, returns bytes and never repeats a command by itself: a repeated XADD adds twice and
+    a repeated XREADGROUP skips. Wrap what is safe to repeat in `repeat`. `username` and `password` win over the URL's.
+    """
+    options = _url_options(url)
+    if username:
+        options["username"] = username
+    if password:
+        options["password"] = password
+    if tls_ca:
+        if not Path(tls_ca).is_file():
+            raise ConnectionRefused(f"redis.tls_ca {tls_ca} is not a file")
+        options["ssl_ca_certs"] = tls_ca
+    if "path" not in options:
+        options["socket_keepalive"] = True
+        options["socket_connect_timeout"] = connect_timeout_s
+    pool = redis.ConnectionPool(
+        **options,
+        protocol=2,
+        decode_responses=False,
+        socket_timeout=socket_timeout_s,
+        health_check_interval=15,
+        retry=Retry(NoBackoff(), 0),
+        client_name=re.sub(r"[^!-~]", "_", name) or None,
+    )
+    client = redis.Redis(connection_pool=pool)
+    client.auto_close_connection_pool = True
+    return client
+
+
+def _url_options(url: str) -> dict[str, Any]:
+    shown = masked_url(url)
+    try:
+        options: dict[str, Any] = dict(parse_url(url))
+    except ValueError:  # its text may quote a part of the password
+        raise ConnectionRefused(
+            f"redis.url {shown} is not a redis://, rediss:// or unix:// URL; percent-encode special characters of a "
+            "password in it, or give the password by redis.password_env or redis.password_file"
+        ) from None
+    unknown = set(options) - _URL_OPTIONS - _URL_PARTS
+    if unknown:
+        raise ConnectionRefused(f"redis.url {shown}: unknown option {', '.join(sorted(unknown))}")
+    return options
+
+
+def server_name(client: redis.Redis) -> str:
+    """host:port or the socket's path, for messages."""
+    options: Mapping[str, Any] = client.connection_pool.connection_kwargs
+    if "path" in options:
+        return str(options["path"])
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+
+
+def check_server(client: redis.Redis) -> None:
+    """Raise ConnectionRefused or UnsuitableRedis unless the server answers and keeps what it is given."""
+    try:
+        client.ping()
+        server, memory, role = client.info("server"), client.info("memory"), client.info("replication")
+    except RedisError as error:
+        raise refused(client, error) from error
+    where = server_name(client)
+    version = str(server.get("redis_version", "0"))  # Valkey reports the Redis version that it is compatible with
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < _OLDEST_SERVER:
+        raise UnsuitableRedis(f"Redis at {where} is version {version}; 6.2 or newer is needed")
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    if policy != "noeviction":
+        raise UnsuitableRedis(
+            f"Redis at {where} evicts keys when it is full (maxmemory-policy {policy}), which loses groups: "
+            "run `CONFIG SET maxmemory-policy noeviction`"
+        )
+    if role.get("role", "master") != "master":
+        raise UnsuitableRedis(f"Redis at {where} is a replica, which refuses writes: give the address of its primary")
+
+
+def refused(client: redis.Redis, error: Exception) -> ConnectionRefused:
+    """`error` as one line that names the server, never the secret."""
+    where = server_name(client)
+    if isinstance(error, NoPermissionError):
+        return ConnectionRefused(f"Redis at {where} forbids this user what the queue needs: {_line(error)}")
+    if isinstance(error, _PERMANENT) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+        return ConnectionRefused(
+            f"Redis at {where} refuses the user or password: set redis.username and the variable named by "
+            "redis.password_env, or redis.password_file"
+        )
+    return ConnectionRefused(f"Redis at {where} cannot be used: {_line(error)}; is it running, is redis.url right?")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Did the server refuse a write because its memory is full?"""
+    return isinstance(error, ResponseError) and ("OOM command" in str(error) or str(error).startswith("OOM"))
+
+
+def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float) -> T:
+    """Run `call`, which must be safe to repeat, until it gets an answer.
+
+    A lost connection is retried with backoff for `retry_s` seconds, then ConnectionRefused. A full server raises
+    OutOfMemory, refused credentials raise ConnectionRefused at once.
+    """
+    deadline = time.monotonic() + retry_s
+    delay = 0.05
+    while True:
+        try:
+            return call()
+        except _PERMANENT as error:
+            raise refused(client, error) from error
+        except _TRANSIENT as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise refused(client, error) from error
+            log.warning("Redis at %s: %s; trying again for %.0f s", server_name(client), _line(error), left)
+            if isinstance(error, ReadOnlyError):
+                client.connection_pool.disconnect()
+            time.sleep(min(delay, left))
+            delay = min(delay * 2, 2.0)
+        except ResponseError as error:
+            if out_of_memory(error):
+                raise OutOfMemory(f"Redis at {server_name(client)} is full (maxmemory): {_line(error)}") from error
+            if isinstance(error, NoPermissionError) or "NOAUTH" in str(error):
+                raise refused(client, error) from error
+            raise
