@@ -92,9 +92,7 @@ def connect(
         retry=Retry(NoBackoff(), 0),
         client_name=re.sub(r"[^!-~]", "_", name) or None,
     )
-    client = redis.Redis(connection_pool=pool)
-    client.auto_close_connection_pool = True
-    return client
+    return redis.Redis.from_pool(pool)  # close() closes the pool too
 
 
 def _url_options(url: str) -> dict[str, Any]:
