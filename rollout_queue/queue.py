@@ -98,7 +98,7 @@ class ProducerQueue(Protocol):
         """At most `free` requests that can start now with weights `version`, waiting at most `block_s` for one.
 
         Only requests with min_version ≤ version, and only while version ≥ floor. Abandoned leases (not renewed for
-        lease_s) come first, under a new attempt.
+        lease_s) come first, under a new attempt, and never with older weights than they had begun with.
         """
         ...
 

@@ -72,6 +72,7 @@ class Intake:
         self.ledger = Ledger()
         self.retained: list[GroupHeader | DeadNotice] = []  # consumed, kept until the checkpoint that covers them
         self.incarnation = 0
+        self.published = 0
         self.reissued = 0
         self.refused = 0
         self.census: Mapping[RequestId, OpenState] = {}
@@ -92,7 +93,7 @@ class Intake:
         return Request(
             id=request_id,
             incarnation=self.incarnation,
-            min_version=min_version(request_id.step, self._config.run.n_behind),
+            min_version=entry.min_version,
             seed=self._order.request_seed(request_id),
             prompt_ids=item.prompt_ids,
             sampling=self._sampling,
@@ -104,6 +105,7 @@ class Intake:
 
     def issue_up_to(self, published: int) -> None:
         """Open and issue what version `published` allows."""
+        self.published = published
         new = self.window.open_steps(published)
         self.ledger = self.ledger.add(issued=len(new))
         self._issue(new)
@@ -116,7 +118,7 @@ class Intake:
         self._queue.withdraw(self.window.strangers(census, (h.id for h in self.retained)))
         undelivered = [r for r in self.window.ids() if self.window[r].header is None]
         for request in undelivered:
-            self.window.reopen(request, failed=False)
+            self.window.reopen(request, self.published, failed=False)
         self._issue(undelivered)
 
     def _issue(self, ids: Sequence[RequestId]) -> None:
@@ -149,14 +151,14 @@ class Intake:
     def _replace_dead(self, request: RequestId, reason: str) -> None:
         log.error("request %s is dead-lettered and replaced: %s", request, reason)
         self.ledger = self.ledger.add(dead_lettered=1, issued=1)
-        self._issue([self.window.replace(request)])
+        self._issue([self.window.replace(request, self.published)])
 
     def _filter(self, header: GroupHeader) -> None:
         if header.id.round >= self._config.algo.max_rounds:
             return
         self.ledger = self.ledger.add(filtered=1, issued=1)
         self.retained.append(header)
-        self._issue([self.window.replace(header.id)])
+        self._issue([self.window.replace(header.id, self.published)])
 
     # --- the batch
     def wait_for_batch(
@@ -182,8 +184,13 @@ class Intake:
             return self.window.choose_strict(step)
         if not self.window.enough(step):
             return None
-        started = self._queue.raise_floor(floor_after(step, self._config.run.n_behind))
-        return self.window.choose_ready(step, started)
+        floor = floor_after(step, self._config.run.n_behind)
+        while True:
+            started = self._queue.raise_floor(floor)
+            needed, chosen = self.window.choose_ready(step, floor, self.published, started)
+            if needed == floor:
+                return chosen
+            floor = needed
 
     def _fetch(self, step: int, chosen: Sequence[GroupHeader]) -> list[Taken] | None:
         """All bodies, each within the bound; None if one was lost or refused, which is then issued again."""
@@ -213,7 +220,7 @@ class Intake:
         return check_group(step, self._config.run.n_behind, group, self._versions.history())
 
     def _reissue(self, header: GroupHeader, why: str, *, failed: bool) -> None:
-        entry = self.window.reopen(header.id, failed=failed)
+        entry = self.window.reopen(header.id, self.published, failed=failed)
         self._queue.release([header])
         if entry.failures >= self._config.producer.max_attempts:
             self._replace_dead(header.id, f"refused {entry.failures} times, last: {why}")
@@ -236,7 +243,7 @@ class Intake:
                 "the queue has lost %d open requests (first: %s); they are issued again", len(missing), missing[0]
             )
             for request in missing:
-                self.window.reopen(request, failed=False)
+                self.window.reopen(request, self.published, failed=False)
             self.reissued += len(missing)
             self._issue(missing)
 

@@ -13,14 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_queue.messages import GroupHeader, OpenState, RequestId
-from rollout_queue.staleness import deadline, last_open_step
+from rollout_queue.staleness import deadline, last_open_step, min_version
 from trainer_svc.order import DataOrder
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """An open request: its newest attempt, its own failures, and its delivery if there is one."""
+    """An open request: the oldest version it may begin with, its newest attempt, its own failures, its delivery if there is one."""
 
+    min_version: int
     attempt: int = 0
     failures: int = 0
     header: GroupHeader | None = None
@@ -60,19 +61,22 @@ class Window:
                 break
             new += [RequestId(step, slot) for slot in range(self._order.slots(step))]
             self.next_step_to_issue += 1
-        self._open.update({request: OpenRequest() for request in new})
+        self._open.update({r: OpenRequest(min_version(r.step, self._n_behind)) for r in new})
         return new
 
-    def replace(self, request: RequestId) -> RequestId:
-        """Resolve a filtered or dead request and open its replacement, in the same slot."""
+    def replace(self, request: RequestId, published: int) -> RequestId:
+        """Resolve a filtered or dead request and open its replacement, in the same slot.
+
+        It begins with `published` or newer, so its deadline is never nearer than that of what it replaces.
+        """
         del self._open[request]
         successor = request._replace(round=request.round + 1)
-        self._open[successor] = OpenRequest()
+        self._open[successor] = OpenRequest(max(published, min_version(request.step, self._n_behind)))
         return successor
 
     def restore(self, ids: Iterable[RequestId], next_step_to_issue: int) -> None:
         """The state of a checkpoint."""
-        self._open = {request: OpenRequest() for request in ids}
+        self._open = {r: OpenRequest(min_version(r.step, self._n_behind)) for r in ids}
         self.next_step_to_issue = next_step_to_issue
 
     # --- deliveries
@@ -85,9 +89,10 @@ class Window:
         entry.attempt = max(entry.attempt, header.attempt)
         return True
 
-    def reopen(self, request: RequestId, *, failed: bool) -> OpenRequest:
-        """Forget a delivery that cannot be used, and raise the attempt for a reissue."""
+    def reopen(self, request: RequestId, published: int, *, failed: bool) -> OpenRequest:
+        """Forget a delivery that cannot be used, and raise the attempt for a reissue, which begins with `published` or newer."""
         entry = self._open[request]
+        entry.min_version = max(entry.min_version, published)
         entry.header = None
         entry.attempt += 1
         entry.failures += failed
@@ -115,19 +120,43 @@ class Window:
         headers = [h for h in mine if h is not None]
         return headers if len(headers) == self._order.slots(step) == len(mine) else None
 
-    def choose_ready(self, step: int, started: Mapping[RequestId, int]) -> list[GroupHeader] | None:
-        """Groups whose deadline is `step`, then the nearest deadlines; None while one of the former is unfinished.
+    def choose_ready(
+        self, step: int, floor: int, published: int, started: Mapping[RequestId, int]
+    ) -> tuple[int, list[GroupHeader] | None]:
+        """(floor, groups): the delivered groups with the nearest deadlines, if the rest can still be trained in time.
 
-        `started` maps the requests in generation or delivered to the version they began with, as of the floor for step + 1.
+        `started` maps the requests in generation or delivered to the version they began with, as of `floor`. The rest is in
+        time when for every later step d at most slots(step+1) + … + slots(d) groups are left whose deadline is ≤ d
+        (earliest deadline first is optimal, Liu and Layland 1973); a request not begun counts with the deadline it
+        would have if it began with the oldest version that is still allowed. If a higher floor (≤ `published`) is needed for that, it is
+        returned: raise it and ask again. Groups are None while they cannot be chosen.
         """
-        slots = self._order.slots(step)
-        due = {r for r, v in started.items() if r in self._open and v >= 0 and deadline(v, self._n_behind) <= step}
-        if any(self._open[r].header is None for r in due):
-            return None
         ranked = sorted(self.delivered(), key=lambda h: (deadline(h.oldest_version, self._n_behind), h.id))
-        if len(ranked) < slots:
-            return None
-        return sorted(ranked[:slots], key=lambda h: h.id)
+        batch = ranked[: self._order.slots(step)]
+        if len(batch) < self._order.slots(step):
+            return floor, None
+        rest = set(self._open) - {h.id for h in batch}
+        for candidate in range(floor, max(floor, published) + 1):
+            if self._in_time(step, sorted(self._worst_deadline(r, candidate, started) for r in rest)):
+                return candidate, sorted(batch, key=lambda h: h.id)
+        return floor, None
+
+    def _worst_deadline(self, request: RequestId, floor: int, started: Mapping[RequestId, int]) -> int:
+        entry = self._open[request]
+        if entry.header is not None:
+            return deadline(entry.header.oldest_version, self._n_behind)
+        return deadline(started.get(request, max(floor, entry.min_version)), self._n_behind)
+
+    def _in_time(self, step: int, deadlines: list[int]) -> bool:
+        """Can groups with these ascending deadlines all be trained after `step`?"""
+        capacity, d = 0, step
+        for count, due in enumerate(deadlines, start=1):
+            while d < due and self._order.slots(d + 1):
+                d += 1
+                capacity += self._order.slots(d)
+            if count > capacity:
+                return False
+        return True
 
     def enough(self, step: int) -> bool:
         """Could `step` be formed in the order `ready`, deadlines aside?"""
