@@ -15,6 +15,7 @@ ends: when the trainer declared the end, when no trainer lives for give_up_s, on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any, Protocol
@@ -104,17 +105,30 @@ class ProducerService:
         return list(self._serving.values())
 
     async def _lease_loop(self) -> None:
+        behind = False  # newer weights are on their way, and the queued requests may need them
         while not self._leaving.is_set():
             self._changed.clear()
             free = self._config.producer.max_requests - len(self._serving)
             if free <= 0 or self.version is None:
                 await self._changed.wait()
                 continue
-            leases = await asyncio.to_thread(self._queue.lease, self.name, self.version.number, free, LEASE_BLOCK_S)
+            block_s = 0.0 if behind else LEASE_BLOCK_S
+            leases = await asyncio.to_thread(self._queue.lease, self.name, self.version.number, free, block_s)
             for lease in leases:
                 task = asyncio.create_task(self._serve(lease), name=f"serve {lease.request.id}")
                 self._serving[task] = lease
                 task.add_done_callback(self._served)
+            if not leases:
+                behind = await self._wait_if_behind()
+
+    async def _wait_if_behind(self) -> bool:
+        """Nothing to lease: is it because of our version? Then a swap, not a new request, is what unblocks us."""
+        state = await asyncio.to_thread(self._queue.state)
+        if self.version is None or self.version.number >= state.published:
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), LEASE_BLOCK_S)
+        return True
 
     def _served(self, task: asyncio.Task[None]) -> None:
         self._serving.pop(task, None)
