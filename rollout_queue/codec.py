@@ -84,7 +84,7 @@ def decode_request(raw: bytes) -> Request:
             id=_request_id(fields),
             incarnation=_count(fields, "inc"),
             min_version=_count(fields, "min"),
-            seed=_count(fields, "seed"),
+            seed=_count(fields, "seed", 2**64 - 1),
             prompt_ids=prompt_ids,
             sampling=_sampling(_typed(fields, "sampling", list)),
             item_id=_typed(fields, "item", str),
@@ -98,7 +98,7 @@ def decode_request(raw: bytes) -> Request:
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """(header, body) of the group. MessageError if the group is inconsistent."""
-    arrays = [
+    arrays: list[tuple[NDArray[Any], str, type, int]] = [
         (group.prompt_ids, "prompt_ids", np.int32, 1),
         (group.lengths, "lengths", np.int32, 1),
         (group.token_ids, "token_ids", np.int32, 1),
@@ -111,7 +111,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     for array, name, dtype, ndim in arrays:
         _expect(array, name, dtype, ndim)
     check_group_arrays(group)
-    body = b"".join(np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<")) for array, _, dtype, _ in arrays)
+    body = b"".join(_raw(array, dtype) for array, _, dtype, _ in arrays)
     fields = {
         "v": SCHEMA_VERSION,
         "id": list(group.id),
@@ -124,6 +124,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         "t": len(group.token_ids),
         "k": len(group.spans),
         "parts": list(group.reward_parts),
+        "eq": _all_equal(group.rewards),
         "bytes": len(body),
         "at": [group.started_at, group.generated_at, group.scored_at],
     }
@@ -145,6 +146,7 @@ def decode_header(raw: bytes, entry: str) -> GroupHeader:
         producer=fields["producer"],
         versions=fields["versions"],
         num_tokens=fields["n"] * fields["p"] + fields["t"],
+        equal_rewards=fields["eq"],
         body_bytes=fields["bytes"],
         entry=entry,
         raw=raw,
@@ -160,6 +162,8 @@ def decode_group(header_raw: bytes, body: Buffer) -> Group:
             raise MessageError(f"body has {len(body)} bytes, its header says {fields['bytes']}")
         group = _group_views(fields, body)
         check_group_arrays(group)
+        if fields["eq"] != _all_equal(group.rewards):
+            raise MessageError("header and body disagree on whether all rewards are equal")
         return group
     except MessageError as error:
         raise MessageError(f"group: {error.reason}", header_raw) from None
@@ -186,6 +190,10 @@ def check_group_arrays(group: Group) -> None:
     if int(group.finish.max()) > max(Finish):
         raise MessageError("an unknown finish reason")
     check_spans(group.spans, group.lengths, len(group.versions))
+
+
+def _all_equal(rewards: NDArray[np.float32]) -> bool:
+    return bool((rewards == rewards[:1]).all())
 
 
 def check_spans(spans: NDArray[np.int32], lengths: NDArray[np.int32], num_versions: int) -> None:
@@ -231,6 +239,7 @@ def _header_fields(raw: bytes) -> dict[str, Any]:
         "producer": _typed(fields, "producer", str),
         "versions": versions,
         "parts": parts,
+        "eq": _typed(fields, "eq", bool),
         "at": [float(value) for value in times],
     }
     for key in ("n", "p", "t", "k"):
@@ -360,6 +369,12 @@ def _plain(value: object, where: str, depth: int = 0) -> None:
             _plain(item, where, depth + 1)
     elif value is not None and type(value) not in (bool, int, float, str, bytes):
         raise MessageError(f"{where} holds a {type(value).__name__}, which is not a plain type")
+
+
+def _raw(array: NDArray[Any], dtype: type) -> memoryview:
+    """The little-endian bytes of the array, without a copy where it has them already."""
+    flat: Any = np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<")).reshape(-1)
+    return memoryview(flat.view(np.uint8))
 
 
 def _expect(array: NDArray[Any], name: str, dtype: type, ndim: int) -> None:

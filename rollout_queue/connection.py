@@ -98,7 +98,7 @@ def connect(
 def _url_options(url: str) -> dict[str, Any]:
     shown = masked_url(url)
     try:
-        options: dict[str, Any] = dict(parse_url(url))
+        options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
     except ValueError:  # its text may quote a part of the password
         raise ConnectionRefused(
             f"redis.url {shown} is not a redis://, rediss:// or unix:// URL; percent-encode special characters of a "
