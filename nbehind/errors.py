@@ -1,10 +1,10 @@
 """Errors of the front door, and which exit code an error of any package stands for.
 
-    NbehindError            exit 1
-    ├── ConfigError         exit 2: the configuration cannot be used; one line a problem
-    ├── InputError          exit 2: a file, folder, model, Redis or argument that is missing or does not fit
-    ├── StartError          a part of the run (embedded Redis, model folder) that did not start
-    └── ServiceDied         a service that ended the run; carries its last log lines
+NbehindError            exit 1
+├── ConfigError         exit 2: the configuration cannot be used; one line a problem
+├── InputError          exit 2: a file, folder, model, Redis or argument that is missing or does not fit
+├── StartError          a part of the run (embedded Redis, model folder) that did not start
+└── ServiceDied         a service that ended the run; carries its last log lines
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class ServiceDied(NbehindError):
         super().__init__(message)
         self.log_lines = list(log_lines)
         self.exit_code = EXIT_BAD_INPUT if bad_input else EXIT_FAILED
+
+
+class Interrupted(NbehindError):
+    """The run was asked to stop."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
@@ -14,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nbehind.live_data import Row, View, eta_s, number, tokens_per_s
+
+log = logging.getLogger(__name__)
 
 REDRAW_S = 0.25
 PLAIN_LINE_S = 1.0
@@ -41,8 +44,35 @@ class Display(Protocol):
 def make_display(stream: TextIO, *, plain: bool) -> Display:
     """A rich display if `stream` is a terminal and `plain` is not asked for."""
     if plain or not stream.isatty():
-        return PlainDisplay(stream)
-    return RichDisplay(Console(file=stream))
+        return SturdyDisplay(PlainDisplay(stream))
+    return SturdyDisplay(RichDisplay(Console(file=stream)))
+
+
+class SturdyDisplay:
+    """Falls silent when its stream breaks (a closed terminal or pipe): the run goes on."""
+
+    def __init__(self, inner: Display) -> None:
+        self._inner = inner
+        self.broken = False
+
+    def update(self, view: View) -> None:
+        self._guarded(lambda: self._inner.update(view))
+
+    def note(self, text: str) -> None:
+        log.info("%s", text)
+        self._guarded(lambda: self._inner.note(text))
+
+    def close(self) -> None:
+        self._guarded(self._inner.close)
+
+    def _guarded(self, draw: Callable[[], None]) -> None:
+        if self.broken:
+            return
+        try:
+            draw()
+        except (OSError, ValueError) as error:  # ValueError: written to after it was closed
+            self.broken = True
+            log.warning("the display is gone: %s", error)
 
 
 class PlainDisplay:

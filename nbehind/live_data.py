@@ -101,7 +101,10 @@ def number(row: Row, *path: str) -> float | None:
     value: Any = row
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:  # JSON allows whole numbers of any length
+        return None
 
 
 def eta_s(rows: Sequence[Row], total_steps: int) -> float | None:
