@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import redis
 
 from nbehind.config import Config
 from rollout_queue.connection import check_server, connect, resolve_password
 from rollout_queue.keys import Keys
 from rollout_queue.redis_queue import RedisQueue
-from weight_sync.channel import SyncSettings
+
+if TYPE_CHECKING:
+    from weight_sync.settings import SyncSettings
 
 
 def open_client(config: Config, redis_url: str) -> redis.Redis:
@@ -19,7 +23,6 @@ def open_client(config: Config, redis_url: str) -> redis.Redis:
         username=section.username,
         password=resolve_password(section.password_env, section.password_file),
         tls_ca=section.tls_ca,
-        retry_s=section.retry_s,
     )
     check_server(client)
     return client
@@ -35,15 +38,19 @@ def open_queue(config: Config, redis_url: str) -> tuple[redis.Redis, Keys, Redis
         lease_s=config.producer.lease_s,
         max_attempts=config.producer.max_attempts,
         max_body_bytes=int(config.redis.max_body_mb * 2**20),
+        retry_s=config.redis.retry_s,
     )
     return client, keys, queue
 
 
 def sync_settings(config: Config) -> SyncSettings:
+    from weight_sync.settings import SyncSettings  # brings torch, which the supervisor does without
+
     section = config.sync
     return SyncSettings(
-        bucket_bytes=int(section.bucket_mb * 2**20),
+        bucket_mb=section.bucket_mb,
         join_timeout_s=section.join_timeout_s,
         transfer_timeout_s=section.transfer_timeout_s,
         interface=section.interface,
+        retry_s=config.redis.retry_s,
     )
