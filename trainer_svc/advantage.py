@@ -40,4 +40,5 @@ def advantages(rewards_N: NDArray[np.float32], kind: AdvantageKind) -> NDArray[n
         centred *= len(rewards) / (len(rewards) - 1)
     elif kind != "grpo_no_std":
         raise ValueError(f"unknown advantage {kind!r}; use grpo, grpo_no_std or rloo")
-    return centred.astype(np.float32)
+    result: NDArray[np.float32] = centred.astype(np.float32)
+    return result

@@ -10,6 +10,7 @@ final name is complete, and `newest` verifies that it still is.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ META = "meta.json"
 FORMAT = 1
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{6,})")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20  # bytes read at a time
 
 
@@ -46,14 +48,12 @@ def save(root: Path, step: int, write: Callable[[Path], None], meta: Mapping[str
         write(temporary)
         _write_meta(temporary, text)
         _sync_tree(temporary)
-        if final.exists():
-            _delete(final)
-        temporary.rename(final)
-        _sync(root)
+        _put_in_place(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        remedy = "free space there" if error.errno in _FULL else "check that the folder is there and writable"
         raise CheckpointError(
-            f"cannot write checkpoint {final}: {error.strerror or error}; free space there, or set run.dir to another disk"
+            f"cannot write checkpoint {final}: {error.strerror or error}; {remedy}, or set run.dir to another disk"
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -123,6 +123,16 @@ def _folders(root: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest step first."""
     found = [(int(m.group(1)), p) for p in root.glob("step-*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
     return [path for _, path in sorted(found)]
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    replaced = final.with_name(f"{_TEMPORARY}old-{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    _sync(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
 def _delete(folder: Path) -> None:

@@ -73,7 +73,8 @@ def token_logprobs(hidden_MH: Tensor, head: Head, targets_M: Tensor, filter_: Fi
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    result: Tensor = _TokenLogprobs.apply(hidden_MH, head.weight_VH, head.bias_V, head, targets_M, filter_, chunk)
+    function: Any = _TokenLogprobs
+    result: Tensor = function.apply(hidden_MH, head.weight_VH, head.bias_V, head, targets_M, filter_, chunk)
     return result
 
 

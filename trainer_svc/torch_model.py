@@ -40,13 +40,13 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, gradient_
     Raises TrainerError when the folder holds no model, when weights are missing, or when its checkpoint has names
     that the model's parameters do not have.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    import transformers
 
     if not (folder / "config.json").is_file():
         raise TrainerError(f"no model in {folder}: config.json is missing; set model.path to a Hugging Face folder")
-    transformers_logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    hub: Any = transformers
+    hub.utils.logging.disable_progress_bar()
+    model, info = hub.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
     )
     lost = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from nbehind.config import TrainerConfig
 from trainer_svc.errors import CheckpointError
@@ -31,8 +31,8 @@ class Optimizer:
     Weight decay applies to matrices only, not to biases and norms.
     """
 
-    def __init__(self, model: nn.Module, config: TrainerConfig) -> None:
-        self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, model: Any, config: TrainerConfig) -> None:
+        self._params: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights: dict[str, Tensor] = {
             name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._params.items()
         }
@@ -41,8 +41,9 @@ class Optimizer:
                 param.register_post_accumulate_grad_hook(self._collect(self.weights[name]))
         matrices = [w for w in self.weights.values() if w.ndim >= 2]
         others = [w for w in self.weights.values() if w.ndim < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
+            groups,
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
