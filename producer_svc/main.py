@@ -69,7 +69,7 @@ async def serve_run(config: Config, redis_url: str, index: int, name: str, stop:
         name,
         config.producer.lease_s,
         config.run.give_up_s,
-        lambda: telemetry.info(service.version, generator.progress(), len(service.leases())),
+        lambda: telemetry.info(service.version, len(service.leases())),
     )
     try:
         receiver.start()

@@ -178,8 +178,9 @@ class ProducerService:
             generated_at = time.time()
             rewards, parts = await self._scorer.score(lease.request, completions)
             group = build_group(lease, self.name, completions, rewards, parts, (started_at, generated_at, time.time()))
+            start = time.monotonic()
             result = await self._commit(lease, group)
-            self._telemetry.committed(result, group)
+            self._telemetry.committed(result, group, time.monotonic() - start)
         except TimeoutError:
             await self._give_back(lease, f"generation took longer than producer.request_timeout_s = {timeout_s:g} s")
         except RewardError as error:
@@ -196,6 +197,7 @@ class ProducerService:
 
     async def _give_back(self, lease: Lease, failure: str) -> None:
         log.warning("request %s failed: %s", lease.request.id, failure)
+        self._telemetry.failed()
         await asyncio.to_thread(self._queue.give_back, lease, failure)
 
     # --- the end

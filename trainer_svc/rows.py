@@ -53,6 +53,7 @@ def step_row(
         "queue": {"open": len(intake.window), **{k: states.get(k, 0) for k in ("queued", "leased", "delivered")}},
         "reissued": intake.reissued,
         "refused": intake.refused,
+        "malformed": intake.malformed,
         "counters": intake.ledger.as_dict(),
         **{k: float(v) for k, v in stats.items() if k != "tokens"},
     }

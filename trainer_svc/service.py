@@ -194,7 +194,7 @@ class TrainerService:
         row["producers"] = len(self._publisher.members())
         self._recorder.step(row)
         self._recorder.rollouts(self._sampled(taken))
-        self._telemetry.step(row, self._intake)
+        self._telemetry.step(row)
 
     def _sampled(self, taken: Sequence[Taken]) -> list[dict[str, Any]]:
         return [rollout_row(self.step - 1, t, self._tokenizer) for t in taken[: self._config.metrics.rollouts_per_step]]
