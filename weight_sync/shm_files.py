@@ -1,0 +1,157 @@
+"""The receiver's two files in shared memory, and which of them may be written.
+
+    free ─acquire─▶ receiving ─keep─▶ staged ─swapped─▶ free        (receiving ─discard─▶ free)
+
+A live file is locked (flock), whatever the pid namespace, so what is left of dead processes is told apart and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollout_queue.messages import Version
+from weight_sync.errors import SyncError
+
+log = logging.getLogger(__name__)
+
+PREFIX = "nbehind-weights"
+FILES = 2
+
+
+@dataclass(slots=True)
+class Slot:
+    """One file. `version` is set while it is staged; `turn` tells which was filled last."""
+
+    path: Path
+    descriptor: int = -1
+    size: int = 0
+    flat: torch.Tensor | None = None  # uint8 [size], the file mapped
+    version: Version | None = None
+    busy: bool = False
+    turn: int = 0
+
+
+class SharedFiles:
+    """Two files that are written in turn. Thread-safe."""
+
+    def __init__(self, folder: Path, run: str, member: str) -> None:
+        stem = "-".join((PREFIX, _plain(run), _plain(member), str(os.getpid()), secrets.token_hex(3)))
+        self._lock = threading.Lock()
+        self._slots = [Slot(folder / f"{stem}-{i}") for i in range(FILES)]
+        self._turn = 0
+        self._last_swapped: Version | None = None
+        clean(folder)
+
+    @property
+    def free(self) -> int:
+        """Files that a transfer may use."""
+        with self._lock:
+            return sum(not s.busy for s in self._slots)
+
+    def acquire(self, size: int) -> Slot | None:
+        """The free file that was filled longest ago, with room for `size` bytes; None when both hold staged versions.
+
+        Raises SyncError when the memory is not there: it is reserved now, since a write to a full tmpfs kills the process.
+        """
+        with self._lock:
+            free = sorted((s for s in self._slots if not s.busy), key=lambda s: s.turn)
+            if not free:
+                return None
+            slot = free[0]
+            if slot.flat is None or slot.size != size:
+                _open(slot, size)
+            slot.busy, slot.version = True, None
+            return slot
+
+    def discard(self, slot: Slot) -> None:
+        """What was received is of no use."""
+        with self._lock:
+            slot.busy, slot.version = False, None
+
+    def keep(self, slot: Slot, version: Version) -> None:
+        """The file holds `version` now, until swapped()."""
+        with self._lock:
+            self._turn += 1
+            slot.version, slot.turn = version, self._turn
+
+    def swapped(self, version: Version) -> None:
+        """The engine has taken `version`: its file and those of versions received before it are free.
+
+        SyncError for a version that was not handed out.
+        """
+        with self._lock:
+            taken = next((s for s in self._slots if s.version == version), None)
+            if taken is None:
+                if version == self._last_swapped:
+                    return
+                raise SyncError(f"version {version.number} was reported as swapped in, but is not staged here")
+            for slot in self._slots:
+                if slot.version is not None and slot.turn <= taken.turn:
+                    slot.busy, slot.version = False, None
+            self._last_swapped = version
+
+    def close(self) -> None:
+        """Remove the files; an engine that has them mapped keeps its mapping."""
+        with self._lock:
+            for slot in self._slots:
+                _remove(slot)
+
+
+def clean(folder: Path) -> None:
+    """Remove files of dead processes, of any run: they hold memory."""
+    for path in folder.glob(f"{PREFIX}-*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # gone, or of another user
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            log.info("removed %s, left by a process that died", path)
+        except OSError:  # locked: its process lives
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", text)[:64]
+
+
+def _open(slot: Slot, size: int) -> None:
+    _remove(slot)
+    length = max(1, size)
+    unlocked = slot.path.with_name(f".{slot.path.name}")  # clean() does not look at it before it is locked
+    try:
+        slot.descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(slot.path)
+        os.posix_fallocate(slot.descriptor, 0, length)
+    except OSError as error:
+        _remove(slot)
+        hint = "; give the container more with --shm-size" if error.errno == errno.ENOSPC else ""
+        raise SyncError(f"cannot reserve {length / 2**20:.0f} MiB in {slot.path}: {error.strerror}{hint}") from error
+    mapped = mmap.mmap(slot.descriptor, length)
+    slot.flat = torch.frombuffer(mapped, dtype=torch.uint8)[:size]  # the tensor keeps the mapping alive
+    slot.size = size
+
+
+def _remove(slot: Slot) -> None:
+    slot.flat, slot.size, slot.version = None, 0, None
+    if slot.descriptor >= 0:
+        os.close(slot.descriptor)
+        slot.descriptor = -1
+        with contextlib.suppress(FileNotFoundError):
+            slot.path.unlink()
