@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nbehind.config import Config
 from trainer_svc.engine import TrainBatch, TrainSequence
-from trainer_svc.errors import TrainerError, TrainingError
+from trainer_svc.errors import CheckpointError, TrainerError, TrainingError
 from trainer_svc.logprobs import Filter, Head, token_logprobs
 from trainer_svc.loss import TokenTerms, policy_loss, token_weights
 from trainer_svc.microbatch import plan_micro_batches, split_groups
@@ -43,6 +43,7 @@ class TorchEngine:
         self._model: Any = None
         self._reference: Any = None
         self._optimizer: Optimizer | None = None
+        self._told = False
 
     def setup(self) -> None:
         trainer, started = self._config.trainer, time.monotonic()
@@ -52,6 +53,7 @@ class TorchEngine:
         dtype = torch.float32 if trainer.dtype == "float32" else torch.bfloat16
         self._model = load_model(self._folder, dtype, device, trainer.gradient_checkpointing)
         check_head(self._model)
+        log.info("model %s loaded in %.1f s", self._folder.name, time.monotonic() - started)
         if self._config.algo.beta > 0:  # from the folder, never from a checkpoint: a resumed run keeps its reference
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._optimizer = Optimizer(self._model, trainer)
@@ -71,14 +73,20 @@ class TorchEngine:
         stats = StepStats()
         for groups in minibatches:
             self._update(batch.step, [s for s in sequences if s.group in groups], stats)
-        if batch.on_policy and self._model.dtype == torch.float32 and stats.ratio_max_dev_first > RATIO_TOLERANCE:
+        if batch.on_policy:
+            self._compare_with_sampler(batch.step, stats.ratio_max_dev_first)
+        return stats.summary()
+
+    def _compare_with_sampler(self, step: int, deviation: float) -> None:
+        exact = self._config.model.dtype == self._config.trainer.dtype == "float32"
+        if exact and deviation > RATIO_TOLERANCE and not self._told:
+            self._told = True
             log.warning(
                 "step %d is on policy, but the importance ratio is off by %.2g: sampler and trainer disagree; compare "
-                "their dtype, temperature, top_p and top_k",
-                batch.step,
-                stats.ratio_max_dev_first,
+                "their weights, temperature, top_p and top_k (said once)",
+                step,
+                deviation,
             )
-        return stats.summary()
 
     def _update(self, step: int, sequences: list[TrainSequence], stats: StepStats) -> None:
         """One optimizer update, or TrainingError and weights as before."""
@@ -189,8 +197,10 @@ class TorchEngine:
     def load_state(self, folder: Path) -> None:
         assert self._optimizer is not None
         tensors, info = read_state(folder)
+        if "rng.cpu" not in tensors or not isinstance(info.get("updates"), int):
+            raise CheckpointError(f"the training state in {folder} is not whole; use an older checkpoint")
         self._optimizer.restore(tensors)
-        self.updates = int(info["updates"])
+        self.updates = info["updates"]
         torch.set_rng_state(tensors["rng.cpu"])
         if "rng.cuda" in tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["rng.cuda"])

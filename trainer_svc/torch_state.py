@@ -63,7 +63,10 @@ class Optimizer:
         return torch.nn.utils.get_total_norm([w.grad for w in self.weights.values() if w.grad is not None])
 
     def step(self, lr: float, max_norm: float, norm: Tensor) -> None:
-        """Clip by the global norm and update."""
+        """Clip by the global norm and update. Weights without any gradient count as having one of zero."""
+        if all(w.grad is None for w in self.weights.values()):
+            for weight in self.weights.values():
+                weight.grad = torch.zeros_like(weight)
         torch.nn.utils.clip_grads_with_norm_(self.weights.values(), max_norm, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
