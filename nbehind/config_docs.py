@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from pathlib import Path
 from types import UnionType
@@ -53,16 +54,22 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _limit(rule: Any) -> str:
+    """One limit of a field in words, '' for what is none."""
     if isinstance(rule, annotated_types.Ge):
-        return f"≥ {rule.ge}"
+        return f"≥ {_plain(rule.ge)}"
     if isinstance(rule, annotated_types.Gt):
-        return f"> {rule.gt}"
+        return f"> {_plain(rule.gt)}"
     if isinstance(rule, annotated_types.Le):
-        return f"≤ {rule.le}"
+        return f"≤ {_plain(rule.le)}"
     if isinstance(rule, annotated_types.Lt):
-        return f"< {rule.lt}"
+        return f"< {_plain(rule.lt)}"
     pattern = getattr(rule, "pattern", None)
     return f"of the form {pattern}" if pattern else ""
+
+
+def _plain(limit: float) -> str:
+    """1.0 as 1, 0.1 as 0.1, 2147483648 as itself."""
+    return str(int(limit)) if limit == int(limit) else str(limit)
 
 
 def markdown_table() -> str:
@@ -83,3 +90,13 @@ def with_table(document: str) -> str:
     if not begin or not end:
         raise ValueError(f"the document has no {BEGIN} … {END}")
     return f"{head}{begin}\n\n{markdown_table()}\n{end}{tail}"
+
+
+def main(document: str) -> None:
+    """Bring the table in `document` up to date."""
+    path = Path(document)
+    path.write_text(with_table(path.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -16,16 +16,18 @@ from nbehind.embedded import EmbeddedRedis
 from nbehind.errors import EXIT_OK, InputError, Interrupted, NbehindError, StartError
 from nbehind.guardian import Guardian
 from nbehind.live import Display, make_display
-from nbehind.live_data import Probe
+from nbehind.live_data import Probe, RunQueue
 from nbehind.logs import setup_logging
 from nbehind.report import summary_table, write_report
 from nbehind.run_folder import Mode, RunFolder, open_run_folder
+from nbehind.services import open_client, open_queue
 from nbehind.supervisor import Interrupts, ServiceCommands, Supervisor
 from rollout_queue.errors import ConnectionRefused, UnsuitableRedis
 
 log = logging.getLogger(__name__)
 
 REDIS_RESTARTS = 3
+PROBE_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def _supervise(config: Config, options: RunOptions, commands_of: CommandsOf) -> 
             display,
             guardian,
             interrupts,
-            probe=lambda: probe.result,
+            probe=probe.current,
             keep_redis=redis.keep,
         )
         supervisor.run()
@@ -123,8 +125,6 @@ def show_result(folder: RunFolder, *, as_json: bool) -> int:
 
 def check_redis(config: Config, url: str) -> None:
     """InputError unless the server is there, lets us in, and keeps what it is given."""
-    from nbehind.services import open_client
-
     try:
         open_client(config, url).close()
     except (ConnectionRefused, UnsuitableRedis) as error:
@@ -177,10 +177,10 @@ def _own_log(folder: RunFolder) -> Iterator[None]:
             setup_logging("nbehind")
 
 
-def _open_queue(config: Config, url: str):  # type: ignore[no-untyped-def]
-    from nbehind.services import open_queue
-
-    return open_queue(config, url)[2]
+def _open_queue(config: Config, url: str) -> RunQueue:
+    """The queue for the live view, which would rather say that Redis is away than wait for it."""
+    impatient = config.redis.model_copy(update={"retry_s": PROBE_RETRY_S})
+    return open_queue(config.model_copy(update={"redis": impatient}), url)[2]
 
 
 def _greet(display: Display, config: Config, folder: RunFolder, url: str) -> None:

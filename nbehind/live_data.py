@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from redis.exceptions import RedisError
+
 from rollout_queue.errors import QueueError
 from rollout_queue.messages import RunState
 
@@ -166,6 +168,14 @@ class Probe:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def current(self) -> ProbeResult:
+        """The newest answer; says so if the thread has died, which only a bug can cause."""
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._stop.is_set():
+            return ProbeResult(
+                ended=self.result.ended, error="the live view no longer hears from Redis (its thread died)"
+            )
+        return self.result
+
     def run_ended(self) -> bool:
         """Has the trainer declared the end, as far as is known?"""
         return bool(self.result.ended)
@@ -176,7 +186,7 @@ class Probe:
             try:
                 queue = queue or self._connect()
                 self.result = ProbeResult(queue.producers(), queue.state().ended)
-            except QueueError as error:
+            except (QueueError, RedisError) as error:
                 queue = None
                 if not self.result.error:
                     log.warning("live view: %s", error)

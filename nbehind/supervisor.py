@@ -221,7 +221,9 @@ class Supervisor:
         return [s.child for s in self._slots if s.child is not None]
 
     def _end_producers(self) -> None:
-        """SIGTERM, then SIGKILL; a signal to the supervisor meanwhile means SIGKILL now."""
+        """SIGTERM, then SIGKILL; a second signal to the supervisor means SIGKILL now."""
+        if self._interrupts.count > 1:
+            return
         running = [c for c in self._producers() if c.poll() is None]
         for child in running:
             child.ask_to_leave()
