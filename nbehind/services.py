@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import redis
 
 from nbehind.config import Config
 from rollout_queue.connection import check_server, connect, resolve_password
 from rollout_queue.keys import Keys
 from rollout_queue.redis_queue import RedisQueue
-
-if TYPE_CHECKING:
-    from weight_sync.settings import SyncSettings
+from weight_sync.channel import SyncSettings
 
 
 def open_client(config: Config, redis_url: str) -> redis.Redis:
@@ -44,11 +40,9 @@ def open_queue(config: Config, redis_url: str) -> tuple[redis.Redis, Keys, Redis
 
 
 def sync_settings(config: Config) -> SyncSettings:
-    from weight_sync.settings import SyncSettings  # brings torch, which the supervisor does without
-
     section = config.sync
     return SyncSettings(
-        bucket_mb=section.bucket_mb,
+        bucket_bytes=int(section.bucket_mb * 2**20),
         join_timeout_s=section.join_timeout_s,
         transfer_timeout_s=section.transfer_timeout_s,
         interface=section.interface,

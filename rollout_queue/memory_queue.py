@@ -45,6 +45,7 @@ class MemoryQueue(HeartbeatArguments):
         self._max_body_bytes = max_body_bytes
         self._keys = Keys("memory")
         self._incarnation, self._published, self._floor, self._last = 0, -1, 0, 0
+        self.malformed = 0
 
     # ------------------------------------------------------------------------------------------------ trainer
 
@@ -303,6 +304,7 @@ class MemoryQueue(HeartbeatArguments):
 
     def _reject(self, entry: int, request_id: RequestId, reason: str, payload: bytes) -> None:
         if self.broker.rollouts.pop(entry, None) is not None:
+            self.malformed += 1
             self.broker.bury("rollout", reason, str(request_id), payload[:256])
         known = self.broker.open.get(request_id)
         if known and known.entry == entry:

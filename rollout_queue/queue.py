@@ -29,6 +29,8 @@ from rollout_queue.messages import (
 class TrainerQueue(Protocol):
     """What the trainer's rank 0 does with the queue."""
 
+    malformed: int  # deliveries that this object could not decode so far
+
     def claim(self, at_least: int) -> int:
         """Become the run's trainer: returns the new incarnation, > the stored one and ≥ `at_least`.
 

@@ -33,6 +33,7 @@ class RedisTrainerSide(RedisSide):
     _published = -1
     _floor = 0
     _last = "0-0"  # newest rollout entry that poll has returned
+    malformed = 0
 
     def claim(self, at_least: int) -> int:
         self._incarnation = int(self._run(scripts.CLAIM, [at_least]))
@@ -180,6 +181,7 @@ class RedisTrainerSide(RedisSide):
 
     def _reject(self, entry: str, request_id: str, reason: str, payload: bytes, bodies: Sequence[str] = ()) -> None:
         log.error("rollout entry %s of request %s is malformed, to the dead letters: %s", entry, request_id, reason)
+        self.malformed += 1
         self._guarded(scripts.REJECT, [entry, request_id, reason, payload[:256]], bodies)
 
 

@@ -86,6 +86,11 @@ class Intake:
             stop_token_ids=stop_ids,
         )
 
+    @property
+    def malformed(self) -> int:
+        """Deliveries that could not be decoded."""
+        return self._queue.malformed
+
     # --- issue
     def request(self, request_id: RequestId) -> Request:
         item = self._items[self._order.item(request_id)]

@@ -143,6 +143,7 @@ class TrainerService:
         self._publisher.publish(self.step, self._engine.named_weights())
         self.published = self.step
         self._queue.announce(self.published)
+        self._publisher.prune(below=min_version(self.step, self._config.run.n_behind))
 
     # --- checkpoints
     def _save_checkpoint(self) -> None:
