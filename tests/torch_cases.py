@@ -131,3 +131,14 @@ def assert_same_update(engine: TorchEngine, folder: Path, expected) -> None:
         noise = gradient.abs() < 1e-5 * largest
         torch.testing.assert_close(tensor[~noise], weight[~noise], rtol=0, atol=1e-6)
         torch.testing.assert_close(tensor[noise], weight[noise], rtol=0, atol=2.1e-5)
+
+
+def changed(sequence: TrainSequence, **fields) -> TrainSequence:
+    values = {n: getattr(sequence, n) for n in ("token_ids", "prompt_len", "logprobs", "advantages", "group")}
+    return TrainSequence(**{**values, **fields})
+
+
+def silenced(batch: TrainBatch) -> TrainBatch:
+    """The same with advantages of zero."""
+    none = tuple(changed(s, advantages=np.zeros_like(s.advantages)) for s in batch.sequences)
+    return TrainBatch(batch.step, batch.num_groups, none, batch.on_policy)

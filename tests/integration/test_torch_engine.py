@@ -18,6 +18,7 @@ from torch_cases import (
     make_batch,
     make_model,
     naive_update,
+    silenced,
     start,
     weights,
 )
@@ -40,11 +41,6 @@ def tied(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
-
-
-def silenced(batch: TrainBatch) -> TrainBatch:
-    none = tuple(changed(s, advantages=np.zeros_like(s.advantages)) for s in batch.sequences)
-    return TrainBatch(batch.step, batch.num_groups, none, batch.on_policy)
 
 
 @pytest.mark.parametrize(
