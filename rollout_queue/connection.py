@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 20.0  # a peer that answers nothing is given up after this
 MAX_BLOCK_S = 10.0  # longest single blocking read, well below the socket timeout
+_TELL_S = 10.0  # between two log lines about a lost connection
 _OLDEST_SERVER = (6, 2)
 _URL_OPTIONS = frozenset({"db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"})
 _URL_PARTS = frozenset({"host", "port", "path", "username", "password", "connection_class"})
@@ -52,8 +53,8 @@ def resolve_password(env_name: str, file: str) -> str:
 
 
 def masked_url(url: str) -> str:
-    """The URL without its credentials, for messages."""
-    return re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
+    """The URL without its credentials and options, for messages."""
+    return re.sub(r"//.*@", "//***@", url, flags=re.DOTALL).partition("?")[0]
 
 
 def connect(
@@ -159,7 +160,8 @@ def _line(error: Exception) -> str:
 
 def out_of_memory(error: Exception) -> bool:
     """Did the server refuse a write because its memory is full?"""
-    return isinstance(error, ResponseError) and ("OOM command" in str(error) or str(error).startswith("OOM"))
+    text = str(error)  # redis-py strips the code from plain errors, old servers wrap those of scripts
+    return isinstance(error, ResponseError) and ("OOM command" in text or "used memory > 'maxmemory'" in text)
 
 
 def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float) -> T:
@@ -169,17 +171,20 @@ def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float) -> T:
     OutOfMemory, refused credentials raise ConnectionRefused at once.
     """
     deadline = time.monotonic() + retry_s
-    delay = 0.05
+    delay, told = 0.05, float("-inf")
     while True:
         try:
             return call()
         except _PERMANENT as error:
             raise refused(client, error) from error
         except _TRANSIENT as error:
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0:
                 raise refused(client, error) from error
-            log.warning("Redis at %s: %s; trying again for %.0f s", server_name(client), _line(error), left)
+            if now - told > _TELL_S:
+                told = now
+                log.warning("Redis at %s: %s; trying again for %.0f s", server_name(client), _line(error), left)
             if isinstance(error, ReadOnlyError):
                 client.connection_pool.disconnect()
             time.sleep(min(delay, left))

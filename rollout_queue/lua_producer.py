@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# owner, version, free, lease_ms -> {ended, last entry id, {entry, attempt, failures, data}...}
+# owner, version, free, lease_ms -> {0 = none, 1 = the run has ended, 2 = one needs newer weights; last entry id; {entry, attempt, failures, data}...}
 LEASE = """
 local owner, version, free, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local s = redis.call('HMGET', STATE, 'incarnation', 'floor', 'ended')
@@ -29,8 +29,11 @@ local function take(entry, f, r)
   out[#out + 1] = {entry, string.format('%.0f', r.att), string.format('%.0f', r.fails), f.data}
 end
 
+local outcome = 0
 local function may_begin(f, r)
-  return version >= tonumber(s[2] or '0') and version >= tonumber(f.min) and version >= r.start
+  if version >= tonumber(s[2] or '0') and version >= tonumber(f.min) and version >= r.start then return true end
+  outcome = 2
+  return false
 end
 for _, pending in ipairs(redis.call('XPENDING', REQUESTS, PRODUCERS, 'IDLE', lease_ms, '-', '+', 1000)) do
   if #out >= free then break end
@@ -63,7 +66,7 @@ while #out < free and looked < 1000 do
   end
 end
 local newest = redis.call('XREVRANGE', REQUESTS, '+', '-', 'COUNT', 1)[1]
-return {0, newest and newest[1] or last, out}
+return {outcome, newest and newest[1] or last, out}
 """
 
 # owner, then for each lease: id, inc, attempt, entry -> indices (from 0) of the lost ones
@@ -125,13 +128,14 @@ put(id, r)
 return 'RETURNED'
 """
 
-# id, inc, attempt, entry, reason, payload: a request that its producer cannot decode
+# id ('' = unknown), entry, reason, payload: a request that its producer cannot decode
 REJECT_REQUEST = """
 full_memory_is_fine()
-local r = record(ARGV[1])
-if redis.call('XDEL', REQUESTS, ARGV[4]) == 1 then bury('request', ARGV[5], ARGV[1], ARGV[6]) end
-redis.pcall('XACK', REQUESTS, PRODUCERS, ARGV[4])
-if r and r.entry == ARGV[4] then redis.call('HDEL', OPEN, ARGV[1]) end
+local id, entry = ARGV[1], ARGV[2]
+if redis.call('XDEL', REQUESTS, entry) == 1 then bury('request', ARGV[3], id, ARGV[4]) end
+redis.pcall('XACK', REQUESTS, PRODUCERS, entry)
+local r = record(id)
+if r and r.entry == entry then redis.call('HDEL', OPEN, id) end
 return 1
 """
 

@@ -32,7 +32,7 @@ def unpack(raw: bytes) -> dict[str, Any]:
     try:
         fields = msgpack.unpackb(raw, raw=False, strict_map_key=True, ext_hook=_refuse_extension)
     except (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        raise MessageError(f"not msgpack: {error or type(error).__name__}") from None
+        raise MessageError(f"not msgpack: {str(error) or type(error).__name__}") from None
     if not isinstance(fields, dict):
         raise MessageError("not a map")
     if fields.get("v") != SCHEMA_VERSION or isinstance(fields.get("v"), bool):
