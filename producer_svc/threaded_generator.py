@@ -176,7 +176,7 @@ class ThreadedGenerator:
             self._loop(self._backend, state)
         except GeneratorError as error:
             end = error
-        except BaseException as error:  # noqa: BLE001  the thread's last stop: reported to every caller
+        except BaseException as error:  # the thread's last stop: reported to every caller
             log.exception("the engine failed")
             end = GeneratorError(f"the engine failed: {type(error).__name__}: {error}")
         finally:

@@ -106,7 +106,7 @@ class TransformersBackend:
 
         imported = time.monotonic()
         try:
-            model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=getattr(torch, self._config.dtype))
+            model: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=getattr(torch, self._config.dtype))
         except Exception as error:
             text = " ".join(str(error).split())[:500]
             raise GeneratorError(f"transformers cannot load {self._folder}: {text}") from error

@@ -39,6 +39,7 @@ def vllm_environment(
     env = {
         # Its warnings are about choices made here on purpose, and "Failed to load weights" at every correct swap.
         "VLLM_LOGGING_LEVEL": base.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "TORCH_CPP_LOG_LEVEL": base.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process: half the start, half the memory
         "VLLM_NO_USAGE_STATS": "1",
