@@ -21,14 +21,14 @@ class GlooChannel:
 
     def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
         """See channel.Channel. gloo sends along a binomial tree."""
-        group = self._group
-        if group is None:
+        if self._group is None:
             raise ChannelClosed("this gloo channel is closed; open the next epoch's")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=timeout_s)
         try:
-            group.broadcast([flat], options).wait(timedelta(seconds=timeout_s + WAIT_MARGIN_S))
+            # no local variable: an error's traceback would keep the group, and with it the sockets, open past close()
+            self._group.broadcast([flat], options).wait(timedelta(seconds=timeout_s + WAIT_MARGIN_S))
         except RuntimeError as error:
             raise TransferFailed(f"gloo broadcast of {flat.numel()} bytes: {brief(error)}") from error
 
