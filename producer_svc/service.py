@@ -86,7 +86,8 @@ class ProducerService:
             done, _ = await asyncio.wait([leaving, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {leaving}:
                 task.result()
-                raise ProducerError("a loop of the producer ended early")
+                if not self._leaving.is_set():
+                    raise ProducerError("a loop of the producer ended early")
             await self._drain()
         finally:
             await self._cancel([leaving, *tasks, *self._serving])

@@ -89,6 +89,18 @@ class MemoryBroker:
 
     def take(self, owner: str, version: int, free: int, lease_s: float) -> list[Lease]:
         """What can start now: abandoned leases first, then new requests in order up to the first that must wait."""
+        abandoned, fresh = self._free(lease_s)
+        chosen = [known for known in abandoned if self.may_begin(known, version)]
+        chosen += itertools.takewhile(lambda known: self.may_begin(known, version), fresh)
+        return [self._lease_one(known, owner, version) for known in chosen[:free]]
+
+    def needs_newer(self, version: int, lease_s: float) -> bool:
+        """Would newer weights have given `take` more?"""
+        abandoned, fresh = self._free(lease_s)
+        return not all(self.may_begin(known, version) for known in [*abandoned, *fresh[:1]])
+
+    def _free(self, lease_s: float) -> tuple[list[OpenMark], list[OpenMark]]:
+        """Abandoned and fresh requests, in order."""
         abandoned, fresh = [], []
         for entry in sorted(self.requests):
             known = self.open[self.requests[entry].id]
@@ -96,9 +108,7 @@ class MemoryBroker:
                 fresh.append(known)
             elif known.renewed_at + lease_s <= self.clock():
                 abandoned.append(known)
-        chosen = [known for known in abandoned if self.may_begin(known, version)]
-        chosen += itertools.takewhile(lambda known: self.may_begin(known, version), fresh)
-        return [self._lease_one(known, owner, version) for known in chosen[:free]]
+        return abandoned, fresh
 
     def may_begin(self, known: OpenMark, version: int) -> bool:
         return version >= max(self.floor, known.start_version, self.requests[known.entry].min_version)

@@ -162,7 +162,7 @@ class MemoryQueue(HeartbeatArguments):
             while free > 0:
                 leases = [] if broker.ended else broker.take(owner, version, free, self._lease_s)
                 left = deadline - time.monotonic()
-                if leases or broker.ended or left <= 0:
+                if leases or broker.ended or left <= 0 or broker.needs_newer(version, self._lease_s):
                     return leases
                 broker.changed.wait(left)
         return []

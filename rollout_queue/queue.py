@@ -99,6 +99,7 @@ class ProducerQueue(Protocol):
     def lease(self, owner: str, version: int, free: int, block_s: float) -> list[Lease]:
         """At most `free` requests that can start now with weights `version`, waiting at most `block_s` for one.
 
+        Does not wait when a request is there that needs newer weights: a new version, not a new request, is what helps.
         Only requests with min_version ≤ version, and only while version ≥ floor. Abandoned leases (not renewed for
         lease_s) come first, under a new attempt, and never with older weights than they had begun with.
         """

@@ -29,10 +29,10 @@ class RedisProducerSide(RedisSide):
             raise ValueError("a lease needs an owner")
         deadline = time.monotonic() + block_s
         while free > 0:
-            ended, newest, entries = self._run(scripts.LEASE, [owner, version, free, self._lease_ms])
+            over, newest, entries = self._run(scripts.LEASE, [owner, version, free, self._lease_ms])
             leases = [lease for item in entries if (lease := self._as_lease(owner, *item)) is not None]
             left = deadline - time.monotonic()
-            if leases or ended or left <= 0:
+            if leases or over or left <= 0:
                 return leases
             if not entries:
                 # Abandoned leases make no entry, so look for them now and then.
