@@ -104,7 +104,8 @@ class Optimizer:
         self._adamw.state.clear()
         for name, weight in self.weights.items():
             weight.copy_(stored[f"weight.{name}"])
-            moments = {m: stored[f"{m}.{name}"].to(weight.device) for m in MOMENTS if f"{m}.{name}" in stored}
+            # copies: what safetensors returns may be a mapping of the file, which pruning deletes
+            moments = {m: stored[key].clone().to(weight.device) for m in MOMENTS if (key := f"{m}.{name}") in stored}
             if moments:
                 self._adamw.state[weight] = moments
         self.zero_grad()
