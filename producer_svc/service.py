@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from nbehind.config import Config
 from producer_svc.assemble import build_group
-from producer_svc.errors import ProducerError, RewardError, StartTimeout
+from producer_svc.errors import GeneratorError, ProducerError, RewardError, StartTimeout
 from producer_svc.generator import Completion, Generator
 from producer_svc.keeper import Keeper
 from producer_svc.telemetry import Telemetry
@@ -79,18 +79,20 @@ class ProducerService:
     # --- the flow
     async def run(self, receiver: Swapped, keeper: Keeper) -> str:
         """Serve until the end; returns the reason. Raises what killed a loop."""
-        loops = [self._lease_loop(), self._swap_loop(receiver), self._watch_loop(receiver, keeper)]
-        tasks = [asyncio.create_task(loop) for loop in loops]
+        leasing = asyncio.create_task(self._lease_loop())
+        others = [asyncio.create_task(loop) for loop in (self._swap_loop(receiver), self._watch_loop(receiver, keeper))]
         leaving = asyncio.create_task(self._leaving.wait())
         try:
-            done, _ = await asyncio.wait([leaving, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([leaving, leasing, *others], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {leaving}:
                 task.result()
                 if not self._leaving.is_set():
                     raise ProducerError("a loop of the producer ended early")
+            self._changed.set()
+            await asyncio.wait([leasing], timeout=2 * LEASE_BLOCK_S)  # a call under way may still bring a lease
             await self._drain()
         finally:
-            await self._cancel([leaving, *tasks, *self._serving])
+            await self._cancel([leaving, leasing, *others, *self._serving])
         return self.exit_reason
 
     def leave(self, reason: str) -> None:
@@ -116,11 +118,17 @@ class ProducerService:
             block_s = 0.0 if behind else LEASE_BLOCK_S
             leases = await asyncio.to_thread(self._queue.lease, self.name, self.version.number, free, block_s)
             for lease in leases:
-                task = asyncio.create_task(self._serve(lease), name=f"serve {lease.request.id}")
-                self._serving[task] = lease
-                task.add_done_callback(self._served)
+                await self._begin(lease)
             if not leases:
                 behind = await self._wait_if_behind()
+
+    async def _begin(self, lease: Lease) -> None:
+        if self._leaving.is_set():
+            await self._return(lease)
+            return
+        task = asyncio.create_task(self._serve(lease), name=f"serve {lease.request.id}")
+        self._serving[task] = lease
+        task.add_done_callback(self._served)
 
     async def _wait_if_behind(self) -> bool:
         """Nothing to lease: is it because of our version? Then a swap, not a new request, is what unblocks us."""
@@ -186,6 +194,9 @@ class ProducerService:
             await self._give_back(lease, f"generation took longer than producer.request_timeout_s = {timeout_s:g} s")
         except RewardError as error:
             await self._give_back(lease, str(error))
+        except GeneratorError:  # ends this producer; not the request's fault
+            await self._return(lease)
+            raise
 
     async def _commit(self, lease: Lease, group: Group) -> CommitResult:
         """Push; while Redis is full, wait: the lease is renewed meanwhile and the trainer frees memory."""
@@ -209,12 +220,16 @@ class ProducerService:
         rest = self.leases()
         await self._cancel(list(self._serving))
         for lease in rest:
-            try:
-                await asyncio.to_thread(self._queue.give_back, lease)
-            except QueueError as error:
-                log.warning("request %s could not be given back: %s", lease.request.id, error)
+            await self._return(lease)
         if self._failure is not None:
             raise self._failure
+
+    async def _return(self, lease: Lease) -> None:
+        """Give a lease back that did not fail, so that another producer can begin at once."""
+        try:
+            await asyncio.to_thread(self._queue.give_back, lease)
+        except QueueError as error:
+            log.warning("request %s could not be given back: %s", lease.request.id, error)
 
     @staticmethod
     async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
