@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# owner, version, free, lease_ms -> {0 = none, 1 = the run has ended, 2 = one needs newer weights; last entry id; {entry, attempt, failures, data}...}
+# owner, version, free, lease_ms -> {outcome, last entry id, {entry, attempt, failures, data}...}
+# outcome: 0 nothing to say, 1 the run has ended, 2 a request needs newer weights
 LEASE = """
 local owner, version, free, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local s = redis.call('HMGET', STATE, 'incarnation', 'floor', 'ended')

@@ -50,14 +50,23 @@ class RedisSide:
     def _repeat(self, call: Callable[[], T]) -> T:
         return repeat(self._client, call, self._retry_s)
 
-    def _run(self, script: Script, args: list[Any], extra_keys: Sequence[str] = ()) -> Any:
+    def _run(
+        self,
+        script: Script,
+        args: list[Any],
+        extra_keys: Sequence[str] = (),
+        first: Callable[[Pipeline], object] | None = None,
+    ) -> Any:
+        """Run the script, in one round trip with the command that `first` puts before it."""
         keys = [*self._base_keys, *extra_keys]
-        return self._repeat(lambda: script.run(self._client, keys, args))
+        if first is None:
+            return self._repeat(lambda: script.run(self._client, keys, args))
+        return self._repeat(lambda: script.run_after(self._client, first, keys, args))
 
-    def _wait(self, stream: str, after: str, seconds: float) -> None:
-        """Until the stream has an entry after `after`, at most `seconds`."""
+    def _waiting(self, stream: str, after: str, seconds: float) -> Callable[[Pipeline], object]:
+        """A command that waits until the stream has an entry after `after`, at most `seconds`."""
         block_ms = max(1, round(min(seconds, MAX_BLOCK_S) * 1000))
-        self._repeat(lambda: self._client.xread({stream: after}, count=1, block=block_ms))
+        return lambda pipe: pipe.xread({stream: after}, count=1, block=block_ms)
 
     def _read(self, ask: Callable[[Pipeline], None]) -> list[Any]:
         """The answers to what `ask` puts into one transaction."""

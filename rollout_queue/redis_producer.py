@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
+from redis.client import Pipeline
 
 from rollout_queue import scripts
 from rollout_queue.codec import decode_request, encode_group
@@ -28,15 +29,15 @@ class RedisProducerSide(RedisSide):
         if not owner:
             raise ValueError("a lease needs an owner")
         deadline = time.monotonic() + block_s
+        wait = None
         while free > 0:
-            over, newest, entries = self._run(scripts.LEASE, [owner, version, free, self._lease_ms])
+            over, newest, entries = self._run(scripts.LEASE, [owner, version, free, self._lease_ms], first=wait)
             leases = [lease for item in entries if (lease := self._as_lease(owner, *item)) is not None]
             left = deadline - time.monotonic()
             if leases or over or left <= 0:
                 return leases
-            if not entries:
-                # Abandoned leases make no entry, so look for them now and then.
-                self._wait(self._keys.requests, text(newest), min(left, max(0.05, self._lease_ms / 2000)))
+            # Abandoned leases make no entry, so look for them now and then.
+            wait = self._waiting(self._keys.requests, text(newest), min(left, max(0.05, self._lease_ms / 2000)))
         return []
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
@@ -63,9 +64,12 @@ class RedisProducerSide(RedisSide):
             )
         body_key = self._keys.body(group.id, group.incarnation, group.attempt)
         args = [str(group.id), group.incarnation, group.attempt, lease.owner, header]
+
+        def set_body(pipe: Pipeline) -> None:
+            pipe.set(body_key, body, ex=self._body_ttl_s)
+
         for _ in range(_COMMIT_TRIES):
-            self._repeat(lambda: self._client.set(body_key, body, ex=self._body_ttl_s))
-            answer = text(self._run(scripts.COMMIT, args, [body_key]))
+            answer = text(self._run(scripts.COMMIT, args, [body_key], first=set_body))
             if answer != "NOBODY":
                 break
         else:
@@ -74,7 +78,7 @@ class RedisProducerSide(RedisSide):
             )
         result = CommitResult(answer)
         if result in (CommitResult.GONE, CommitResult.FENCED):
-            self._delete([body_key])
+            self._repeat(lambda: self._client.unlink(body_key))
         return result
 
     def give_back(self, lease: Lease, failure: str = "") -> None:

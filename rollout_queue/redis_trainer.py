@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis
@@ -70,18 +70,16 @@ class RedisTrainerSide(RedisSide):
     def poll(self, block_s: float, count: int = 64) -> list[GroupHeader | DeadNotice]:
         deadline = time.monotonic() + block_s
         while True:
-            entries = self._guarded(scripts.POLL, [self._last, count])
+            left = deadline - time.monotonic()
+            wait = self._waiting(self._keys.rollouts, self._last, left) if left > 0 else None
             out = []
-            for entry, fields in entries:
+            for entry, fields in self._guarded(scripts.POLL, [self._last, count], first=wait):
                 self._last = text(entry)
                 delivery = self._delivery(self._last, fields)
                 if delivery is not None:
                     out.append(delivery)
-            left = deadline - time.monotonic()
             if out or left <= 0:
                 return out
-            if not entries:
-                self._wait(self._keys.rollouts, self._last, left)
 
     def fetch(self, headers: Sequence[GroupHeader]) -> list[Group | None]:
         out: list[Group | None] = []
@@ -138,12 +136,18 @@ class RedisTrainerSide(RedisSide):
     def _trainer_heartbeat(self, ttl_s: float) -> None:
         self._guarded(scripts.TRAINER_ALIVE, [milliseconds(ttl_s)], [self._keys.trainer_alive])
 
-    def _guarded(self, script: scripts.Script, args: list[Any], extra_keys: Sequence[str] = ()) -> Any:
+    def _guarded(
+        self,
+        script: scripts.Script,
+        args: list[Any],
+        extra_keys: Sequence[str] = (),
+        first: Callable[[Pipeline], object] | None = None,
+    ) -> Any:
         if not self._incarnation:
             raise QueueError("claim() the run first")
         guard = [self._incarnation, self._published, self._floor]
         try:
-            return self._run(script, [*guard, *args], extra_keys)
+            return self._run(script, [*guard, *args], extra_keys, first)
         except redis.exceptions.ResponseError as error:
             if str(error).startswith("FENCED"):
                 raise Fenced(

@@ -21,9 +21,11 @@ A state that is older than the trainer's own (a flushed or failed-over server) i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import redis
+from redis.client import Pipeline
 
 from rollout_queue import lua_producer, lua_trainer
 from rollout_queue.lua_common import PRELUDE
@@ -41,6 +43,22 @@ class Script:
             return client.evalsha(self.sha, len(keys), *keys, *args)
         except redis.exceptions.NoScriptError:
             return client.eval(self.text, len(keys), *keys, *args)
+
+    def run_after(
+        self, client: redis.Redis, first: Callable[[Pipeline], object], keys: list[str], args: list[Any]
+    ) -> Any:
+        """`first` puts one command into a pipeline; the script follows in the same round trip, whose answer returns."""
+        pipe = client.pipeline(transaction=False)
+        first(pipe)
+        pipe.evalsha(self.sha, len(keys), *keys, *args)
+        done, answer = pipe.execute(raise_on_error=False)
+        if isinstance(done, Exception):
+            raise done
+        if isinstance(answer, redis.exceptions.NoScriptError):
+            return client.eval(self.text, len(keys), *keys, *args)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 CLAIM = Script(lua_trainer.CLAIM)

@@ -209,8 +209,20 @@ class TestIssueAndLease:
         assert len(found) == 1
 
     def test_a_short_wait_ends(self, trainer: Queue, producer: Queue) -> None:
-        issue(trainer, min_version=1)
         assert producer.lease("p1", 0, 1, 0.1) == []
+        assert trainer.poll(0.1) == []
+
+    def test_who_needs_newer_weights_is_not_kept_waiting(self, trainer: Queue, producer: Queue, world: World) -> None:
+        issue(trainer, min_version=1)
+        assert producer.lease("p1", 0, 1, LONG_S * 10) == []
+        lease_one(producer, "p2", version=1)
+        world.advance(LEASE_S + 1)
+        assert producer.lease("p1", 0, 1, LONG_S * 10) == []
+        trainer.withdraw([RequestId(0, 0)])
+        issue(trainer, 2)
+        assert len(producer.lease("p1", 0, 1, 0.0)) == 1
+        trainer.raise_floor(1)
+        assert producer.lease("p1", 0, 1, LONG_S * 10) == []
 
     def test_more_requests_than_one_batch(self, trainer: Queue, producer: Queue) -> None:
         issue(trainer, 700)
@@ -511,6 +523,7 @@ class TestPollAndFetch:
         (healthy,) = heir.poll(0.0)
         assert healthy.id.slot == 1
         assert list(heir.census()) == [healthy.id]
+        assert heir.malformed == 1
         (letter,) = heir.dead_letters()
         assert (letter.kind, letter.payload) == ("rollout", raw)
 
