@@ -43,7 +43,7 @@ def run(folder: Path, n_behind: int, generate_s: float, train_s: float, steps: i
     command = [sys.executable, "-m", "nbehind", "run", str(config), "--plain"]
     for key, value in overrides.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     rows = [json.loads(line) for line in (folder / f"overlap{n_behind}" / "metrics.jsonl").read_text().splitlines()]
     stamps = [row["t"] for row in rows][SKIPPED_STEPS:]
     period_s = statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
