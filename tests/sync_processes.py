@@ -75,12 +75,22 @@ class Faulty:
 
     name = "gloo"
 
-    def __init__(self, fault: Callable[[torch.Tensor], None], first: int, times: int = 1, after: bool = False) -> None:
+    def __init__(
+        self,
+        fault: Callable[[torch.Tensor], None],
+        first: int,
+        times: int = 1,
+        after: bool = False,
+        at_open: bool = False,
+    ) -> None:
         self._inner = GlooTransport()
+        self._at_open = at_open
         self._fault, self._first, self._times, self._after = fault, first, times, after
         self.count = 0
 
     def open(self, store: Any, rank: int, size: int, address: str, timeout_s: float) -> Channel:
+        if self._at_open:
+            self._fault(torch.empty(0))
         return _FaultyChannel(self, self._inner.open(store, rank, size, address, timeout_s))
 
     def around(self, flat: torch.Tensor, broadcast: Callable[[], None]) -> None:
@@ -116,6 +126,8 @@ FAULTS: Mapping[str, Callable[[], Faulty | None]] = {
     "none": lambda: None,
     "kill": lambda: Faulty(_signal_self(signal.SIGKILL), 4),
     "stop": lambda: Faulty(_signal_self(signal.SIGSTOP), 4),
+    "kill_open": lambda: Faulty(_signal_self(signal.SIGKILL), 0, times=0, at_open=True),
+    "kill_last": lambda: Faulty(_signal_self(signal.SIGKILL), 6, after=True),
     "flip": lambda: Faulty(_flip, 4, after=True),
     "flip_always": lambda: Faulty(_flip, 0, times=10**9, after=True),
 }

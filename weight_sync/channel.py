@@ -24,7 +24,7 @@ class SyncSettings:
     join_timeout_s: float = 20.0  # deadline of the rendezvous of an epoch
     transfer_timeout_s: float = 120.0  # deadline of one bucket, and of the verification after the last
     interface: str = ""  # network interface; empty = loopback for a loopback Redis, else the way to Redis
-    alive_ttl_s: float = 10.0  # a member silent for this long has left
+    alive_ttl_s: float = 6.0  # a member silent for this long has left
     poll_s: float = 0.05  # longest wait between two looks at Redis
     retry_s: float = 60.0  # longest outage of Redis that is waited out
     silent_s: float = 2.0  # after a failed broadcast, a member that says nothing for this long is left out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 
 import redis
 
@@ -22,7 +22,7 @@ class Absent(TransferFailed):
     """Members that did not come to the rendezvous."""
 
     def __init__(self, members: list[str], timeout_s: float) -> None:
-        super().__init__(f"{', '.join(members)} did not come to the rendezvous within {timeout_s:g} s")
+        super().__init__(f"{', '.join(members)} did not come to the rendezvous (deadline {timeout_s:g} s)")
         self.members = members
 
 
@@ -41,10 +41,12 @@ class EpochHost:
         self._store: HostedStore | None = None
         self.number = 0
 
-    def ensure(self, sessions: Mapping[str, str], manifest: bytes, stop: threading.Event) -> Channel:
+    def ensure(
+        self, sessions: Mapping[str, str], manifest: bytes, stop: threading.Event, gone: Callable[[], Set[str]]
+    ) -> Channel:
         """The channel to exactly these members (member -> session): the open one, or a new epoch's.
 
-        Raises Absent for members that did not come, TransferFailed when the group did not form.
+        `gone` tells which of them have left meanwhile. Raises Absent for members that did not come, TransferFailed when the group did not form.
         """
         if self._channel is not None and dict(self._sessions) == dict(sessions):
             return self._channel
@@ -60,7 +62,7 @@ class EpochHost:
         )
         send_call(self._client, self._keys, call)
         try:
-            self._meet(ranks, timeout_s, stop)
+            self._meet(ranks, timeout_s, stop, gone)
         except BaseException:
             self.close()
             raise
@@ -69,9 +71,11 @@ class EpochHost:
         assert self._channel is not None
         return self._channel
 
-    def _meet(self, ranks: Mapping[str, int], timeout_s: float, stop: threading.Event) -> None:
+    def _meet(
+        self, ranks: Mapping[str, int], timeout_s: float, stop: threading.Event, gone: Callable[[], Set[str]]
+    ) -> None:
         assert self._store is not None
-        missing = self._store.missing(ranks.values(), timeout_s, stop)
+        missing = self._store.missing(ranks.values(), timeout_s, stop, lambda: {ranks[name] for name in gone()})
         if missing:
             raise Absent([name for name, rank in ranks.items() if rank in missing], timeout_s)
         self._store.go()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -27,7 +28,7 @@ class TensorSpec:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """The layout of the flat buffer."""
 
@@ -90,7 +91,7 @@ class Manifest:
         if len({spec.name for spec in self.tensors}) != len(self.tensors):
             raise ValueError("a name occurs twice")
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return sha256(self.encode()).hexdigest()[:16]
 

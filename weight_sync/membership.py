@@ -130,6 +130,12 @@ class Register:
                 found[name] = record
         return found
 
+    def gone(self, sessions: Mapping[str, str]) -> set[str]:
+        """Members of `sessions` (member -> session) whose mark has expired or is another session's by now."""
+        names = sorted(sessions)
+        marks: list[bytes | None] = self._client.mget([self._keys.member_alive(n) for n in names])  # type: ignore[assignment]
+        return {n for n, mark in zip(names, marks, strict=True) if mark is None or mark.decode() != sessions[n]}
+
     def statuses(self) -> dict[str, dict[str, Any]]:
         """What every member reported last."""
         entries: dict[bytes, bytes] = self._client.hgetall(self._keys.member_status)  # type: ignore[assignment]

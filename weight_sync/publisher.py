@@ -69,7 +69,6 @@ class Publisher:
     # --- life
     def start(self) -> None:
         """Announce this incarnation and begin to serve. Superseded when a newer one exists."""
-        self._sender.begin()
         send_call(self._client, self._keys, Started(self._incarnation))
         self._thread.start()
 

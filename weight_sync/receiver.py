@@ -82,8 +82,8 @@ class Receiver:
                     log.warning(
                         "%s still waits for the publisher and is left behind after %g s", thread.name, timeout_s
                     )
-        self._reporter.leave()
         self._files.close()
+        self._reporter.leave()
 
     @property
     def error(self) -> BaseException | None:

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 from weight_sync.errors import SyncError, TransferFailed
 
 POLL_S = 0.005
+GONE_S = 0.5
 SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
@@ -47,14 +48,26 @@ class HostedStore:
         self.store = PrefixStore(prefix, self._tcp)
         self.store.set("manifest", manifest)  # type: ignore[arg-type]
 
-    def missing(self, ranks: Iterable[int], timeout_s: float, stop: threading.Event) -> set[int]:
-        """Ranks that have not come within `timeout_s`; returns early when all have, or on `stop`."""
+    def missing(
+        self, ranks: Iterable[int], timeout_s: float, stop: threading.Event, gone: Callable[[], Set[int]] = set
+    ) -> set[int]:
+        """Ranks that have not come within `timeout_s`.
+
+        Returns early when all have, on `stop`, or when all that are missing are among those that `gone` tells (asked
+        every GONE_S): the dead are not waited for.
+        """
         absent = set(ranks)
-        end = time.monotonic() + timeout_s
-        while absent and time.monotonic() < end and not stop.is_set():
+        now = time.monotonic()
+        end, ask = now + timeout_s, now + GONE_S
+        while absent and now < end and not stop.is_set():
             absent = {rank for rank in absent if not self.store.check([f"here/{rank}"])}
             if absent:
                 stop.wait(POLL_S)
+            now = time.monotonic()
+            if absent and now >= ask:
+                if absent <= gone():
+                    break
+                ask = now + GONE_S
         return absent
 
     def go(self) -> None:

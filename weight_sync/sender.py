@@ -28,6 +28,7 @@ from weight_sync.epoch import Absent, EpochHost
 from weight_sync.errors import TransferFailed
 from weight_sync.ledger import VersionLedger
 from weight_sync.membership import MAX_FAILURES, Register, Roster, mismatch
+from weight_sync.rendezvous import GONE_S
 from weight_sync.staging import StagedVersion, StagingArea
 
 log = logging.getLogger(__name__)
@@ -59,17 +60,17 @@ class Sender:
         self._version: Version | None = None
         self._transfer = 0
         self._refreshed = float("-inf")
+        self._resync = True
         self.roster = Roster(incarnation)
         self.counters = {"transfers": 0, "failures": 0, "drops": 0, "last_seconds": 0.0, "last_bytes": 0}
         self.last_failure = ""
 
-    def begin(self) -> None:
-        """Before the first step."""
-        self._acks.skip()
-
     def step(self) -> bool:
         """Do what is due; False when there was nothing to send."""
         self._take_staged()
+        if self._resync:
+            self._acks.skip()
+            self._resync = False
         joined = self._take_acks(self._acks.read(0))
         if joined or time.monotonic() - self._refreshed >= REFRESH_S:
             self._refresh()
@@ -85,6 +86,7 @@ class Sender:
         """After an outage of Redis: members may have missed calls, and we may have missed acks."""
         self._epoch.close()
         self._refreshed = float("-inf")
+        self._resync = True
 
     def close(self) -> None:
         self._epoch.close()
@@ -148,7 +150,9 @@ class Sender:
     def _deliver(self, staged: StagedVersion, version: Version, sessions: Mapping[str, str]) -> None:
         began = time.monotonic()
         try:
-            channel = self._epoch.ensure(sessions, staged.manifest.encode(), self._stop)
+            channel = self._epoch.ensure(
+                sessions, staged.manifest.encode(), self._stop, lambda: self._register.gone(sessions)
+            )
         except Absent as absent:
             if not self._stop.is_set():
                 self._failed(dict.fromkeys(absent.members, str(absent)), absent)
@@ -200,7 +204,7 @@ class Sender:
             self._failed({}, TransferFailed(f"version {version.number}: {why}"))
             self._count_failures(failed)
             limit = self._settings.transfer_timeout_s
-            self._drop(dict.fromkeys(silent, f"no verdict on version {version.number} within {limit:g} s"))
+            self._drop(dict.fromkeys(silent, f"no verdict on version {version.number} (deadline {limit:g} s)"))
         received = [m for m, a in answers.items() if a.kind == "received"]
         if received:
             seconds = time.monotonic() - began
@@ -211,11 +215,17 @@ class Sender:
     def _collect(self, sessions: Mapping[str, str], transfer: int, timeout_s: float) -> dict[str, Ack]:
         """The members' answers to this transfer (−1: to the epoch), after at most `timeout_s`."""
         answers: dict[str, Ack] = {}
-        end = time.monotonic() + timeout_s
+        now = time.monotonic()
+        end, ask = now + timeout_s, now + GONE_S
         while len(answers) < len(sessions) and not self._stop.is_set():
-            left = end - time.monotonic()
+            now = time.monotonic()
+            left = end - now
             if left <= 0:
                 break
+            if now >= ask:
+                if set(sessions) - set(answers) <= self._register.gone(sessions):
+                    break
+                ask = now + GONE_S
             acks = self._acks.read(min(left, self._settings.poll_s))
             if self._take_acks(acks):
                 self._refreshed = float("-inf")

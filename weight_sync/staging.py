@@ -8,7 +8,8 @@ A pending version that was not taken is overwritten by the next one: the newest 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -18,15 +19,28 @@ from weight_sync.manifest import Manifest
 BUFFERS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory for one version. The views are made once: with many small tensors they cost more than the copy."""
+
+    flat: torch.Tensor  # uint8 [manifest.total_bytes]
+    views: Mapping[str, torch.Tensor]
+
+
 class StagedVersion:
     """A version in a staging buffer; the buffer is free again when as many release() as retain() calls were made."""
 
-    def __init__(self, area: StagingArea, number: int, manifest: Manifest, flat: torch.Tensor) -> None:
+    def __init__(self, area: StagingArea, number: int, manifest: Manifest, buffer: Buffer) -> None:
         self._area = area
         self.number = number
         self.manifest = manifest
-        self.flat = flat  # uint8 [manifest.total_bytes]
+        self.buffer = buffer
         self.holders = 1
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """uint8 [manifest.total_bytes]"""
+        return self.buffer.flat
 
     def retain(self) -> None:
         self._area.retain(self)
@@ -40,7 +54,7 @@ class StagingArea:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[torch.Tensor] = []
+        self._free: list[Buffer] = []
         self._made = 0
         self._pending: StagedVersion | None = None
         self._newest = -1
@@ -52,21 +66,24 @@ class StagingArea:
         tensors = list(named)
         manifest = Manifest.of(tensors, dtype)
         self._check(number, manifest)
-        flat = self._buffer(manifest.total_bytes)
-        views = manifest.views(flat)
+        manifest = self.manifest or manifest
+        buffer = self._buffer(manifest)
         try:
             with torch.no_grad():
                 for name, tensor in tensors:
-                    views[name].copy_(tensor.detach())
+                    buffer.views[name].copy_(tensor.detach())
         except BaseException:
             with self._lock:
-                self._free.append(flat)
+                if self.manifest is None:
+                    self._made -= 1  # the layout is not fixed yet, so the next version may need another size
+                else:
+                    self._free.append(buffer)
             raise
         with self._lock:
             if self._pending is not None:
-                self._free.append(self._pending.flat)
+                self._free.append(self._pending.buffer)
                 self.skipped += 1
-            self._pending = StagedVersion(self, number, manifest, flat)
+            self._pending = StagedVersion(self, number, manifest, buffer)
             self._newest, self.manifest = number, manifest
 
     def take(self) -> StagedVersion | None:
@@ -88,7 +105,7 @@ class StagingArea:
         with self._lock:
             staged.holders -= 1
             if staged.holders == 0:
-                self._free.append(staged.flat)
+                self._free.append(staged.buffer)
 
     def _check(self, number: int, manifest: Manifest) -> None:
         if number <= self._newest:
@@ -99,15 +116,16 @@ class StagingArea:
                 "the layout is fixed for the life of a trainer, so restart it"
             )
 
-    def _buffer(self, total_bytes: int) -> torch.Tensor:
+    def _buffer(self, manifest: Manifest) -> Buffer:
         with self._lock:
             if self._free:
                 return self._free.pop()
             if self._made < BUFFERS:
                 self._made += 1
-                return torch.zeros(total_bytes, dtype=torch.uint8)  # zeros: the gaps between tensors are summed too
+                flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)  # zeros: the gaps are summed too
+                return Buffer(flat, manifest.views(flat))
             if self._pending is None:
                 raise SyncError("both staging buffers are held by transfers; release them before the next publish")
             overwritten, self._pending = self._pending, None
             self.skipped += 1
-            return overwritten.flat
+            return overwritten.buffer

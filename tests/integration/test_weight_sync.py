@@ -127,6 +127,53 @@ def test_a_member_that_sleeps_through_publishes_costs_its_deadline(publisher: Pu
     give(publisher, 3, a, b)
 
 
+@pytest.mark.parametrize("fault", ["kill_open", "kill_last"])
+def test_a_member_killed_at_either_end_of_a_transfer_is_left_out(
+    publisher: Publisher, spawn: Spawner, fault: str
+) -> None:
+    """At the rendezvous, when all have come already, and after the last bucket, when only its verdict is missing."""
+    a, b, _ = spawn.member("a"), spawn.member("b"), spawn.member("lost", fault=fault)
+    join_all(publisher, "a", "b", "lost")
+    give(publisher, 0, a, b)
+    assert set(publisher.members()) == {"a", "b"}
+    give(publisher, 1, a, b)
+
+
+def test_a_dead_member_is_not_waited_for_at_the_next_rendezvous(
+    redis_client: redis.Redis, keys: Keys, spawn: Spawner
+) -> None:
+    """A rendezvous with a dead member ends when its mark expires, not by its own deadline."""
+    settings = replace(SETTINGS, join_timeout_s=1000.0)
+    publisher = Publisher(redis_client, keys, 1, HELLO, settings)
+    publisher.start()
+    a, dead = spawn.member("a"), spawn.member("dead")
+    join_all(publisher, "a", "dead")
+    give(publisher, 0, a, dead)
+    dead.kill()
+    b = spawn.member("b")
+    assert b.staged()[1] == expected(0)
+    publisher.publish(1, weights(1))
+    for member in (a, b):
+        assert member.staged()[1] == expected(1)
+    publisher.close()
+    publisher.check()
+
+
+def test_a_publisher_stopped_in_mid_transfer_goes_on_when_it_wakes(
+    spawn: Spawner, redis_client: redis.Redis, keys: Keys
+) -> None:
+    stopped = spawn.publisher(1, fault="stop")
+    a, b = spawn.member("a"), spawn.member("b")
+    until(lambda: redis_client.hlen(keys.members) == 2, "members join")
+    stopped.tell("publish", 0)
+    stopped.wait_stopped()
+    assert a.silent(SETTINGS.transfer_timeout_s + 1), "nothing partial"
+    assert b.silent(0.0)
+    stopped.continue_()
+    for member in (a, b):
+        assert member.staged()[1] == expected(0)
+
+
 def test_a_publisher_killed_in_mid_transfer_leaves_nothing_partial(
     redis_client: redis.Redis, keys: Keys, spawn: Spawner
 ) -> None:
