@@ -67,7 +67,7 @@ def _limit(rule: Any) -> str:
     return f"of the form {pattern}" if pattern else ""
 
 
-def _plain(limit: float) -> str:
+def _plain(limit: Any) -> str:
     """1.0 as 1, 0.1 as 0.1, 2147483648 as itself."""
     return str(int(limit)) if limit == int(limit) else str(limit)
 

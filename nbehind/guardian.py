@@ -26,7 +26,11 @@ class Guardian:
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "nbehind.guardian", str(grace_s)], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-I", "-S", __file__, str(grace_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self.pid = self._popen.pid
 

@@ -85,8 +85,10 @@ def open_run_folder(path: Path, mode: Mode) -> Iterator[RunFolder]:
             _clear(path)
         for stale in (folder.summary, folder.report, folder.redis_url_file):
             stale.unlink(missing_ok=True)
-        yield folder
-        folder.redis_url_file.unlink(missing_ok=True)
+        try:
+            yield folder
+        finally:
+            folder.redis_url_file.unlink(missing_ok=True)
 
 
 def _refuse_foreign(folder: RunFolder) -> None:

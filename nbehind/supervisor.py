@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -38,11 +38,12 @@ SHOWN_LOG_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommands:
-    """The command line of each service. `model` None: there is nothing to prepare."""
+    """How each service is started. `model` None: there is nothing to prepare."""
 
     trainer: Sequence[str]
     producer: Callable[[int], Sequence[str]]  # by index
     model: Sequence[str] | None = None
+    producer_env: Mapping[str, str] = field(default_factory=dict)  # on top of process.service_env
 
 
 class Interrupts:
@@ -189,7 +190,12 @@ class Supervisor:
         now = time.monotonic()
         if slot.start_at is not None:
             if now >= slot.start_at:
-                slot.child = self._start(slot.name, self._commands.producer(slot.index), self._config.producer.threads)
+                slot.child = self._start(
+                    slot.name,
+                    self._commands.producer(slot.index),
+                    self._config.producer.threads,
+                    self._commands.producer_env,
+                )
                 slot.start_at = None
         elif slot.child is not None and slot.child.poll() is not None:
             if slot.child in self._children:
@@ -230,8 +236,11 @@ class Supervisor:
         self._await(running, LEAVE_S)
 
     # --- small parts
-    def _start(self, name: str, command: Sequence[str], threads: int) -> Child:
-        child = Child(name, command, self._folder.log_file(name), service_env(threads))
+    def _start(
+        self, name: str, command: Sequence[str], threads: int, more_env: Mapping[str, str] | None = None
+    ) -> Child:
+        env = {**service_env(threads), **(more_env or {})}
+        child = Child(name, command, self._folder.log_file(name), env)
         self._guardian.add(child.pid)
         self._children.append(child)
         return child
