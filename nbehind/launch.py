@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nbehind.config import Config
 from nbehind.config_load import dump_config
-from nbehind.embedded import EmbeddedRedis
+from nbehind.embedded import EmbeddedRedis, EmbeddedRedisError
 from nbehind.errors import EXIT_OK, InputError, Interrupted, NbehindError, StartError
 from nbehind.guardian import Guardian
 from nbehind.live import Display, make_display
@@ -151,8 +151,12 @@ class RunRedis:
                 f"the embedded Redis died {self.restarts + 1} times; see {self.server.folder / 'redis.log'}"
             )
         self.restarts += 1
-        self.server.restart()
-        return f"the embedded Redis died and was started again ({self.restarts} of {REDIS_RESTARTS}); work in flight is asked for again"
+        count = f"{self.restarts} of {REDIS_RESTARTS}"
+        try:
+            self.server.restart()
+        except EmbeddedRedisError as error:
+            return f"the embedded Redis died and did not start again ({count}): {error}"
+        return f"the embedded Redis died and was started again ({count}); work in flight is asked for again"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ import pytest
 from nbehind.config import Config
 from nbehind.config_load import config_of
 from nbehind.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, InputError, ServiceDied
+from nbehind.guardian import Guardian
 from nbehind.launch import CommandsOf, RunOptions, launch
+from nbehind.process import Child, service_env
 from nbehind.run_folder import RunFolder, open_run_folder
 from nbehind.supervisor import ServiceCommands
 
@@ -297,6 +300,68 @@ def test_when_the_supervisor_is_killed_nothing_is_left(tmp_path: Path, drive: Dr
     process.kill()
     assert_nothing_left(tmp_path, 10.0)
     wait_until(lambda: not alive(redis_pids[0]), 10.0)
+
+
+@pytest.mark.parametrize(("flags", "code"), [(["exit=1"], EXIT_FAILED), (["exit=2"], EXIT_BAD_INPUT)])
+def test_a_model_that_cannot_be_prepared_ends_the_run_before_it_begins(
+    tmp_path: Path, script: Path, flags: list[str], code: int
+) -> None:
+    def with_model(config: Config, folder: RunFolder, url: str, resume: bool) -> ServiceCommands:
+        model = [sys.executable, str(script), "model", str(folder.path), *flags]
+        return replace(commands(script, [], [])(config, folder, url, resume), model=model)
+
+    with pytest.raises(ServiceDied, match="the model could not be prepared: exit code") as error:
+        launch(fake_config(tmp_path), RunOptions(plain=True), with_model)
+    assert error.value.exit_code == code
+    assert error.value.log_lines == ["model says hello", "model cannot go on"]
+    assert {service for service, _, _ in events(tmp_path)} == {"model"}
+
+
+def test_a_log_stays_bounded_while_it_is_written(tmp_path: Path) -> None:
+    loop = "import time\nwhile True: print('x' * 999, flush=True); time.sleep(0.001)"
+    child = Child("chatty", [sys.executable, "-c", loop], tmp_path / "chatty.log", service_env(1))
+    try:
+        for _ in range(3):
+            wait_until(lambda: child.log_file.stat().st_size > 20_000)
+            child.trim_log(max_bytes=20_000)
+            assert child.log_file.stat().st_size < 20_000
+        wait_until(lambda: child.last_lines(1) == ["x" * 999])
+        assert (tmp_path / "chatty.log.1").stat().st_size > 20_000
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["chatty.log", "chatty.log.1"]
+    finally:
+        assert child.kill() == -signal.SIGKILL
+    assert child.kill() == -signal.SIGKILL, "may be repeated"
+
+
+def test_the_guardian_leaves_alone_what_was_dropped_and_kills_the_rest(tmp_path: Path) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    kept, killed = (Child(n, sleep, tmp_path / n, service_env(1)) for n in ("kept", "killed"))
+    with Guardian(grace_s=0.1) as guardian:
+        guardian.add(kept.pid)
+        guardian.add(killed.pid)
+        guardian.drop(kept.pid)
+    try:
+        wait_until(lambda: killed.poll() == -signal.SIGKILL)
+        assert kept.poll() is None
+    finally:
+        kept.kill()
+        killed.kill()
+    assert not alive(guardian.pid)
+
+
+def test_a_redis_that_dies_again_and_again_ends_the_run(tmp_path: Path, drive: Drive) -> None:
+    process = drive([], [])
+    wait_until(lambda: len(pids(tmp_path)) == 3)
+    dead: list[int] = []
+    while process.poll() is None and len(dead) < 10:
+        dead += (now := [p for p in children_named(process.pid, "valkey-server") if p not in dead])
+        for pid in now:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, len(dead)) == (EXIT_FAILED, 4)
+    assert "the embedded Redis died 4 times" in err
+    assert_nothing_left(tmp_path, 0)
 
 
 def children_named(parent: int, name: str) -> list[int]:
