@@ -7,7 +7,6 @@ are preempted, their KV cache is computed again, and the engine stamps their nex
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -151,13 +150,8 @@ class VllmBackend:
     def close(self) -> None:
         if self._engine is None:
             return
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         engine, self._engine = self._engine, None
-        engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        engine.engine_core.shutdown()  # workers, process groups, two collections
 
     # --- requests
     def add(self, key: int, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import os
@@ -490,13 +491,20 @@ if __name__ == "__main__":
 """
 
 
-def start_child(folder: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started_child(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process with a two-rank engine; it says "ready" and generates until the engine fails."""
     folder.mkdir()
     script = folder / "child.py"
     script.write_text(CHILD)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True, env=env)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True, env=env
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def ranks_of(child: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -507,19 +515,20 @@ def ranks_of(child: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(600)
 def test_killed_processes_of_a_two_rank_engine(tmp_path: Path) -> None:
     """Two engines at once, to save time: of one the producer is killed, of the other a rank."""
-    orphaned, maimed = start_child(tmp_path / "orphaned"), start_child(tmp_path / "maimed")
-    ranks = ranks_of(orphaned)
-    assert len(ranks) == 2
-    orphaned.send_signal(signal.SIGKILL)
-    orphaned.wait(10)
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not alive, "ranks outlive a killed producer"
+    with started_child(tmp_path / "orphaned") as orphaned, started_child(tmp_path / "maimed") as maimed:
+        ranks = ranks_of(orphaned)
+        assert len(ranks) == 2
+        orphaned.send_signal(signal.SIGKILL)
+        orphaned.wait(10)
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert not alive, "ranks outlive a killed producer"
 
-    ranks = ranks_of(maimed)
-    ranks[0].kill()
-    out, _ = maimed.communicate(timeout=WAIT_S)
-    assert [line.split()[0] for line in out.splitlines()] == ["error", "closed"]
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not alive, "ranks outlive close()"
+        ranks = ranks_of(maimed)
+        ranks[0].kill()
+        out, _ = maimed.communicate(timeout=WAIT_S)
+        assert [line.split()[0] for line in out.splitlines()] == ["error", "closed"]
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert not alive, "ranks outlive close()"
