@@ -11,6 +11,7 @@ not a message of this schema raises MessageError, on both sides, so a broken pro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,6 +94,12 @@ def decode_request(raw: bytes) -> Request:
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """(header, body) of the group. MessageError if the group is inconsistent."""
+    header, parts = encode_group_parts(group)
+    return header, b"".join(parts)
+
+
+def encode_group_parts(group: Group) -> tuple[bytes, list[memoryview]]:
+    """Like `encode_group`, with the body as views of the group's arrays, to be sent one after the other."""
     arrays: list[tuple[NDArray[Any], str, type, int]] = [
         (group.prompt_ids, "prompt_ids", np.int32, 1),
         (group.lengths, "lengths", np.int32, 1),
@@ -106,7 +113,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     for array, name, dtype, ndim in arrays:
         expect(array, name, dtype, ndim)
     check_group_arrays(group)
-    body = b"".join(_raw(array, dtype) for array, _, dtype, _ in arrays)
+    parts = [_raw(array) for array, _, _, _ in arrays]
     fields = {
         "v": SCHEMA_VERSION,
         "id": list(group.id),
@@ -120,18 +127,17 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         "k": len(group.spans),
         "parts": list(group.reward_parts),
         "eq": all_equal(group.rewards),
-        "bytes": len(body),
+        "bytes": sum(map(len, parts)),
         "at": [group.started_at, group.generated_at, group.scored_at],
     }
-    header = pack(fields)
-    decode_header(header, "")
-    return header, body
+    _header_fields(fields)
+    return pack(fields), parts
 
 
 def decode_header(raw: bytes, entry: str) -> GroupHeader:
     """The header of stream entry `entry`; `body_key` is left empty. MessageError if malformed."""
     try:
-        fields = _header_fields(raw)
+        fields = _header_fields(unpack(raw))
     except MessageError as error:
         raise MessageError(f"header: {error.reason}", raw) from None
     return GroupHeader(
@@ -152,7 +158,7 @@ def decode_header(raw: bytes, entry: str) -> GroupHeader:
 def decode_group(header_raw: bytes, body: Buffer) -> Group:
     """The group as read-only views into `body`. MessageError if header or body are malformed or do not fit together."""
     try:
-        fields = _header_fields(header_raw)
+        fields = _header_fields(unpack(header_raw))
         if len(body) != fields["bytes"]:
             raise MessageError(f"body has {len(body)} bytes, its header says {fields['bytes']}")
         group = _group_views(fields, body)
@@ -167,8 +173,8 @@ def decode_group(header_raw: bytes, body: Buffer) -> Group:
 # ------------------------------------------------------------------------------------------------ the pieces
 
 
-def _header_fields(raw: bytes) -> dict[str, Any]:
-    fields = unpack(raw)
+def _header_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The checked content of a header."""
     versions = tuple(_version(item) for item in typed(fields, "versions", list))
     if not versions:
         raise MessageError("no versions")
@@ -255,7 +261,9 @@ def _request_id(fields: Mapping[str, Any]) -> RequestId:
     return RequestId(*parts)
 
 
-def _raw(array: NDArray[Any], dtype: type) -> memoryview:
+def _raw(array: NDArray[Any]) -> memoryview:
     """The little-endian bytes of the array, without a copy where it has them already."""
-    flat: Any = np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<")).reshape(-1)
-    return memoryview(flat.view(np.uint8))
+    if sys.byteorder == "big":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat).cast("B") if flat.size else memoryview(b"")

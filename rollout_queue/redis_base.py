@@ -9,6 +9,7 @@ import redis
 from redis.client import Pipeline
 
 from rollout_queue.connection import MAX_BLOCK_S, repeat
+from rollout_queue.exchange import Command, get_values
 from rollout_queue.keys import Keys
 from rollout_queue.messages import RunState
 from rollout_queue.scripts import Script
@@ -51,22 +52,16 @@ class RedisSide:
         return repeat(self._client, call, self._retry_s)
 
     def _run(
-        self,
-        script: Script,
-        args: list[Any],
-        extra_keys: Sequence[str] = (),
-        first: Callable[[Pipeline], object] | None = None,
+        self, script: Script, args: list[Any], extra_keys: Sequence[str] = (), first: Command | None = None
     ) -> Any:
-        """Run the script, in one round trip with the command that `first` puts before it."""
+        """Run the script, in one round trip with the command `first`."""
         keys = [*self._base_keys, *extra_keys]
-        if first is None:
-            return self._repeat(lambda: script.run(self._client, keys, args))
-        return self._repeat(lambda: script.run_after(self._client, first, keys, args))
+        return self._repeat(lambda: script.run(self._client, keys, args, first))
 
-    def _waiting(self, stream: str, after: str, seconds: float) -> Callable[[Pipeline], object]:
+    def _waiting(self, stream: str, after: str, seconds: float) -> Command:
         """A command that waits until the stream has an entry after `after`, at most `seconds`."""
         block_ms = max(1, round(min(seconds, MAX_BLOCK_S) * 1000))
-        return lambda pipe: pipe.xread({stream: after}, count=1, block=block_ms)
+        return ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after)
 
     def _read(self, ask: Callable[[Pipeline], None]) -> list[Any]:
         """The answers to what `ask` puts into one transaction."""
@@ -78,9 +73,8 @@ class RedisSide:
 
         return self._repeat(once)
 
-    def _bodies(self, keys: list[str]) -> list[bytes | None]:
-        found: Any = self._repeat(lambda: self._client.mget(keys))
-        return list(found)
+    def _values(self, keys: Sequence[str]) -> list[memoryview | None]:
+        return self._repeat(lambda: get_values(self._client, keys))
 
     def _delete(self, keys: Iterable[str]) -> None:
         names = list(keys)

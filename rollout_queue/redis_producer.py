@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
-from redis.client import Pipeline
 
 from rollout_queue import scripts
-from rollout_queue.codec import decode_request, encode_group
+from rollout_queue.codec import decode_request, encode_group_parts
 from rollout_queue.errors import MessageError, QueueError, TooLarge
 from rollout_queue.messages import CommitResult, Group, Lease
 from rollout_queue.redis_base import RedisSide, milliseconds, text
@@ -57,17 +56,15 @@ class RedisProducerSide(RedisSide):
             raise ValueError(
                 f"group {group.id} of attempt {group.attempt} is no answer to {request.id} of {request.attempt}"
             )
-        header, body = encode_group(group)
-        if len(body) > self._max_body_bytes:
+        header, parts = encode_group_parts(group)
+        size = sum(map(len, parts))
+        if size > self._max_body_bytes:
             raise TooLarge(
-                f"group {group.id} has {len(body)} bytes, more than redis.max_body_mb allows ({self._max_body_bytes} bytes)"
+                f"group {group.id} has {size} bytes, more than redis.max_body_mb allows ({self._max_body_bytes} bytes)"
             )
         body_key = self._keys.body(group.id, group.incarnation, group.attempt)
         args = [str(group.id), group.incarnation, group.attempt, lease.owner, header]
-
-        def set_body(pipe: Pipeline) -> None:
-            pipe.set(body_key, body, ex=self._body_ttl_s)
-
+        set_body = ("SET", body_key, parts, "EX", self._body_ttl_s)
         for _ in range(_COMMIT_TRIES):
             answer = text(self._run(scripts.COMMIT, args, [body_key], first=set_body))
             if answer != "NOBODY":
@@ -78,7 +75,7 @@ class RedisProducerSide(RedisSide):
             )
         result = CommitResult(answer)
         if result in (CommitResult.GONE, CommitResult.FENCED):
-            self._repeat(lambda: self._client.unlink(body_key))
+            self._delete([body_key])
         return result
 
     def give_back(self, lease: Lease, failure: str = "") -> None:
@@ -93,7 +90,7 @@ class RedisProducerSide(RedisSide):
         infos: Any = self._repeat(lambda: self._client.hgetall(self._keys.producer_info))
         if not infos:
             return {}
-        alive = self._bodies([self._keys.producer_alive(text(owner)) for owner in infos])
+        alive = self._values([self._keys.producer_alive(text(owner)) for owner in infos])
         stale = [owner for owner, mark in zip(infos, alive, strict=True) if mark is None]
         if stale:
             self._repeat(lambda: self._client.hdel(self._keys.producer_info, *stale))

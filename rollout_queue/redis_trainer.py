@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis
 from redis.client import Pipeline
 
 from rollout_queue import scripts
-from rollout_queue.codec import decode_group, decode_header, encode_request
+from rollout_queue.codec import Buffer, decode_group, decode_header, encode_request
 from rollout_queue.errors import Fenced, MessageError, QueueError
+from rollout_queue.exchange import Command
 from rollout_queue.messages import DeadLetter, DeadNotice, Group, GroupHeader, OpenState, Request, RequestId
 from rollout_queue.redis_base import RedisSide, milliseconds, text
 
@@ -84,7 +85,7 @@ class RedisTrainerSide(RedisSide):
     def fetch(self, headers: Sequence[GroupHeader]) -> list[Group | None]:
         out: list[Group | None] = []
         for batch in _by_bytes(headers, _FETCH_BYTES):
-            bodies = self._bodies([header.body_key for header in batch])
+            bodies = self._values([header.body_key for header in batch])
             out += [self._decode(header, body) for header, body in zip(batch, bodies, strict=True)]
         return out
 
@@ -141,7 +142,7 @@ class RedisTrainerSide(RedisSide):
         script: scripts.Script,
         args: list[Any],
         extra_keys: Sequence[str] = (),
-        first: Callable[[Pipeline], object] | None = None,
+        first: Command | None = None,
     ) -> Any:
         if not self._incarnation:
             raise QueueError("claim() the run first")
@@ -174,7 +175,7 @@ class RedisTrainerSide(RedisSide):
             self._reject(entry, request_id, error.reason, raw or b" ".join(fields))
             return None
 
-    def _decode(self, header: GroupHeader, body: bytes | None) -> Group | None:
+    def _decode(self, header: GroupHeader, body: Buffer | None) -> Group | None:
         try:
             if body is None:
                 raise MessageError("the body is lost", header.raw)

@@ -21,41 +21,31 @@ A state that is older than the trainer's own (a flushed or failed-over server) i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import redis
-from redis.client import Pipeline
 
 from rollout_queue import lua_producer, lua_trainer
+from rollout_queue.exchange import Command, exchange
 from rollout_queue.lua_common import PRELUDE
 
 
 class Script:
-    """A script, loaded where it is missing. One EVALSHA a call; after NOSCRIPT one EVAL."""
+    """A script, loaded where it is missing: one EVALSHA a call, after NOSCRIPT one EVAL."""
 
     def __init__(self, body: str) -> None:
         self.text = PRELUDE + body
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
-    def run(self, client: redis.Redis, keys: list[str], args: list[Any]) -> Any:
-        try:
-            return client.evalsha(self.sha, len(keys), *keys, *args)
-        except redis.exceptions.NoScriptError:
-            return client.eval(self.text, len(keys), *keys, *args)
-
-    def run_after(
-        self, client: redis.Redis, first: Callable[[Pipeline], object], keys: list[str], args: list[Any]
-    ) -> Any:
-        """`first` puts one command into a pipeline; the script follows in the same round trip, whose answer returns."""
-        pipe = client.pipeline(transaction=False)
-        first(pipe)
-        pipe.evalsha(self.sha, len(keys), *keys, *args)
-        done, answer = pipe.execute(raise_on_error=False)
-        if isinstance(done, Exception):
-            raise done
+    def run(self, client: redis.Redis, keys: list[str], args: list[Any], first: Command | None = None) -> Any:
+        """The script's answer; `first` is a command that goes before it in the same round trip."""
+        call = ("EVALSHA", self.sha, len(keys), *keys, *args)
+        *before, answer = exchange(client, first, call) if first else exchange(client, call)
+        for error in before:
+            if isinstance(error, Exception):
+                raise error
         if isinstance(answer, redis.exceptions.NoScriptError):
-            return client.eval(self.text, len(keys), *keys, *args)
+            (answer,) = exchange(client, ("EVAL", self.text, len(keys), *keys, *args))
         if isinstance(answer, Exception):
             raise answer
         return answer
