@@ -1,0 +1,1 @@
+"""Rewards by name, and the scorer that a producer uses."""
