@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_queue.messages import Version
 from weight_sync.buckets import BLOCK, buckets
-from weight_sync.calls import Ack, DropCall, EpochCall, Started, TransferCall, decode_ack, decode_call, encode
+from weight_sync.calls import Ack, Call, DropCall, EpochCall, Started, TransferCall, decode_ack, decode_call, encode
 from weight_sync.channel import SyncSettings
 from weight_sync.errors import SyncError
 from weight_sync.member import newest_epoch_only
@@ -82,11 +82,11 @@ def test_whoever_slept_does_not_go_to_an_old_rendezvous() -> None:
         return TransferCall(incarnation, number, 1, 1, "", "", 0, BLOCK, 1.0)
 
     drop = DropCall(1, "a", "s", "")
-    slept = [epoch(1), transfer(1), drop, epoch(2), transfer(2)]
+    slept: list[Call] = [epoch(1), transfer(1), drop, epoch(2), transfer(2)]
     assert newest_epoch_only(slept) == [drop, epoch(2), transfer(2)]
     assert newest_epoch_only([transfer(2), epoch(3)]) == [epoch(3)]
     assert newest_epoch_only([transfer(2)]) == [transfer(2)]
-    mixed = [epoch(9), Started(2), epoch(1, 2), transfer(1, 2)]
+    mixed: list[Call] = [epoch(9), Started(2), epoch(1, 2), transfer(1, 2)]
     assert newest_epoch_only(mixed) == mixed, "epochs of different incarnations do not compare"
 
 
