@@ -62,24 +62,26 @@ RECIPE = Recipe()
 
 def make_tokenizer() -> Any:
     """Every byte is a token (ids 0-255, so any text can be encoded), and the special tokens follow."""
+    import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
+    hf: Any = transformers
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def make_model(recipe: Recipe, tokenizer: Any) -> Any:
     """The untrained model."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config = Qwen2Config(
+    hf: Any = transformers
+    config = hf.Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         num_hidden_layers=recipe.layers,
@@ -92,7 +94,7 @@ def make_model(recipe: Recipe, tokenizer: Any) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen2ForCausalLM(config)
+    return hf.Qwen2ForCausalLM(config)
 
 
 class Examples:
@@ -135,9 +137,10 @@ def skill(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> float:
 def build(folder: Path, recipe: Recipe = RECIPE, log: Callable[[str], None] = lambda line: None) -> None:
     """Make the model and write it with its tokenizer to `folder`. RuntimeError if the warm-up does not succeed."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
+    import transformers
 
-    disable_progress_bar()
+    hf: Any = transformers
+    hf.utils.logging.disable_progress_bar()
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # faster than more at this size, and the same result everywhere
@@ -192,7 +195,7 @@ def _update(model: Any, optimizer: Any, ids: torch.Tensor, labels: torch.Tensor)
 
     hidden = model.model(ids).last_hidden_state[:, :-1]
     mask = labels[:, 1:] >= 0
-    loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[mask]), labels[:, 1:][mask])
+    loss: Any = torch.nn.functional.cross_entropy(model.lm_head(hidden[mask]), labels[:, 1:][mask])
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

