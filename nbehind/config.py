@@ -146,7 +146,7 @@ class SyncConfig(Section):
     transport: Literal["gloo"] = Field("gloo", description="weight transport")
     bucket_mb: float = Field(32.0, gt=0, description="MiB sent in one broadcast")
     join_timeout_s: float = Field(20.0, gt=0, description="deadline of the rendezvous of a membership epoch")
-    transfer_timeout_s: float = Field(120.0, gt=0, description="deadline of one bucket, verify and swap included")
+    transfer_timeout_s: float = Field(30.0, gt=0, description="deadline of one bucket, verify and swap included")
     interface: str = Field(
         "",
         description="network interface of the weight channel; empty = loopback for a loopback Redis, else the default route",

@@ -41,7 +41,8 @@ def command(what: str, folder: Path, *arguments: str, **values: object) -> list[
 
 def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")]))
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def finish(cmd: list[str], folder: Path, code: int | None = 0) -> subprocess.CompletedProcess[str]:
