@@ -19,6 +19,10 @@ GYM_PREFIX = "reasoning_gym:"
 GYM_KEY = "reasoning_gym"  # of the payload: {"task", "options", "entry"}
 MAX_LINE_BYTES = 64 * 2**20
 EXAMPLE = '{"messages": "What is 2 + 3?", "gt_answer": 5}'
+GYM_REFUSED = {
+    "composite": "its verifier needs the objects of its parts; take one of them",
+    "codeio": "it runs code snippets that a model wrote",
+}
 WORD_64 = range(-(2**63), 2**64)  # what msgpack can hold
 
 Message = dict[str, str]
@@ -254,7 +258,9 @@ def _gym_dataset(task: str, config: DataConfig) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(f"data.source = {config.source} needs the package reasoning_gym: {error}") from error
-    names = sorted(set(DATASETS) - {"composite"})  # its verifier needs the objects of its parts
+    if task in GYM_REFUSED:
+        raise DataError(f"data.source = {config.source} cannot be used: {GYM_REFUSED[task]}")
+    names = sorted(set(DATASETS) - set(GYM_REFUSED))
     if task not in names:
         near = difflib.get_close_matches(task, names, n=3, cutoff=0.5) or names[:3]
         raise DataError(f"data.source = {config.source}: no such task; did you mean {' or '.join(near)}?")
