@@ -132,10 +132,22 @@ class VllmBackend:
         try:
             engine = engine_class.from_engine_args(EngineArgs(**arguments))
         except Exception as error:
-            text = " ".join(str(error).split())[:500]
-            raise GeneratorError(f"vLLM cannot start on {self._folder}: {type(error).__name__}: {text}") from error
+            raise GeneratorError(self._cannot_start(error)) from error
         engine.collective_rpc("nb_die_with", args=(os.getpid(),))
         return engine
+
+    def _cannot_start(self, error: Exception) -> str:
+        """One line with the settings that vLLM most often refuses, in the names of this project."""
+        memory = (
+            f"producer.kv_cache_gb = {self._producer.kv_cache_gb:g}"
+            if is_cpu_build()
+            else f"producer.gpu_memory_utilization = {self._producer.gpu_memory_utilization:g}"
+        )
+        return (
+            f"vLLM cannot start on {self._folder} with model.max_context = {self._model.max_context}, {memory}, "
+            f"producer.tensor_parallel = {self._producer.tensor_parallel}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        )
 
     def _warm_up(self) -> None:
         from vllm.inputs import tokens_input
