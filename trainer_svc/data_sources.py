@@ -160,7 +160,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float:
 
 
 def _id(row: Mapping[str, Any], number: int) -> str:
-    value = row.get("id", number)
+    value = number if row.get("id") is None else row["id"]
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         shown = "empty" if value == "" else f"a {_kind(value)}"
         raise BadItem("wrong type", f'"id" is {shown}; a text or a whole number is expected')
@@ -230,9 +230,10 @@ def gym_items(config: DataConfig) -> Iterator[Draft | Bad]:
                 _check_verifier(config.source, dataset, sent)
         except DataError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # becomes a bad item
             reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"{where} cannot be used: {reason}; change data.options or take another task") from error
+            yield Bad(where, "not made by the task", reason)
+            continue
         payload = {
             "gt_answer": "" if entry["answer"] is None else str(entry["answer"]),
             GYM_KEY: {"task": task, "options": dict(config.options), "entry": sent},

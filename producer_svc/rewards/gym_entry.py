@@ -61,7 +61,7 @@ def encode_entry(value: Any) -> Any:
         name, write = _WRITE[kind]
         return {MARK + name: write(value)}
     if isinstance(value, (str, int, float)):  # an enum, say
-        base = str if isinstance(value, str) else int if isinstance(value, int) else float
+        base = str.__str__ if isinstance(value, str) else int if isinstance(value, int) else float
         return encode_entry(base(value))
     raise NotPlain(f"holds a {kind.__module__}.{kind.__name__}, which cannot be sent")
 

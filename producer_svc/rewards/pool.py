@@ -116,10 +116,11 @@ class WorkerPool:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for _ in range(self._slots.qsize()):
-            worker = self._slots.get_nowait()
+        for _ in range(self._workers):
+            worker = await self._slots.get()
             if worker is not None:
                 await worker.kill()
+        for _ in range(self._workers):  # whoever waits for a slot hears that it is closed
             self._slots.put_nowait(None)
 
     async def _run_in_slot(self, worker: Worker | None, job: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -137,10 +138,12 @@ class WorkerPool:
                     worker = None
                     return None
                 except WorkerDied:
-                    worker = await self._bury(worker)
+                    await self._bury(worker)
+                    worker = None
             return None
         except BaseException:
-            worker = await self._bury(worker)
+            await self._bury(worker)
+            worker = None
             raise
         finally:
             self._slots.put_nowait(worker)

@@ -90,13 +90,13 @@ def load_function(name: str, options: Mapping[str, Any]) -> Reward:
         ) from error
     except ValueError:  # a builtin that does not tell its signature
         pass
-    return partial(function, **options) if options else function  # type: ignore[no-any-return]
+    return partial(function, **options) if options else function
 
 
 def _import(name: str, place: str) -> ModuleType:
     folder = str(Path(place).expanduser().resolve().parent if place.endswith(".py") else Path.cwd())
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)  # last, so that no file in it hides an installed package
     try:
         return (
             _import_file(Path(place).expanduser().resolve())
@@ -112,10 +112,11 @@ def _import(name: str, place: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"nbehind_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
@@ -60,7 +61,7 @@ class Scorer:
 
     async def close(self) -> None:
         """End the worker processes; call close() of a user's reward object if it has one."""
-        close = getattr(self._reward, "close", None)
+        close = getattr(getattr(self._reward, "func", self._reward), "close", None)
         if callable(close):
             outcome = close()
             if inspect.isawaitable(outcome):
@@ -139,7 +140,7 @@ def run_in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[tu
             outcome = (True, function(*args))
         except BaseException as error:  # noqa: BLE001  # goes to the caller
             outcome = (False, error if isinstance(error, Exception) else RuntimeError(repr(error)))
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
