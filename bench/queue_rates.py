@@ -102,11 +102,9 @@ def ours_round(queue: RedisQueue, incarnation: int, number: int, count: int) -> 
     done = 0
     while done < count:
         headers = [header for header in queue.poll(5.0) if isinstance(header, GroupHeader)]
-        for at in range(0, len(headers), IN_FLIGHT):
-            batch = headers[at : at + IN_FLIGHT]
-            assert None not in queue.fetch(batch)
-            queue.release(batch)
-            done += len(batch)
+        assert None not in queue.fetch(headers)
+        queue.release(headers)
+        done += len(headers)
     return time.perf_counter() - start
 
 
@@ -114,7 +112,7 @@ def raw_round(client: redis.Redis, count: int) -> float:
     start = time.perf_counter()
     done = 0
     while done < count:
-        reply: Any = client.xreadgroup("readers", "r0", {RAW: ">"}, count=IN_FLIGHT, block=5000)
+        reply: Any = client.xreadgroup("readers", "r0", {RAW: ">"}, count=64, block=5000)
         for _stream, entries in reply:
             names = [name for name, _fields in entries]
             client.xack(RAW, "readers", *names)

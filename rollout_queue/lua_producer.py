@@ -49,22 +49,30 @@ for _, pending in ipairs(redis.call('XPENDING', REQUESTS, PRODUCERS, 'IDLE', lea
   end
 end
 
-local looked = 0
-while #out < free and looked < 1000 do
-  looked = looked + 1
-  local next = redis.call('XREAD', 'COUNT', 1, 'STREAMS', REQUESTS, last)
-  if not next then break end
-  local entry, f = next[1][2][1][1], fields(next[1][2][1][2])
-  local r = live(entry, f)
-  if not r then
-    redis.call('XDEL', REQUESTS, entry)
-  elseif may_begin(f, r) then
-    redis.call('XREADGROUP', 'GROUP', PRODUCERS, owner, 'COUNT', 1, 'STREAMS', REQUESTS, '>')
-    take(entry, f, r)
-    last = entry
-  else
-    break
+for _ = 1, 1000 do
+  local wanted = free - #out
+  local seen = wanted > 0 and redis.call('XREAD', 'COUNT', wanted, 'STREAMS', REQUESTS, last)
+  if not seen then break end
+  local ready, gone, waits = {}, 0, false
+  for _, item in ipairs(seen[1][2]) do
+    local entry, f = item[1], fields(item[2])
+    local r = live(entry, f)
+    if not r then
+      redis.call('XDEL', REQUESTS, entry)
+      gone = gone + 1
+    elseif may_begin(f, r) then
+      ready[#ready + 1] = {entry, f, r}
+    else
+      waits = true
+      break
+    end
   end
+  if #ready > 0 then
+    redis.call('XREADGROUP', 'GROUP', PRODUCERS, owner, 'COUNT', #ready, 'STREAMS', REQUESTS, '>')
+    for _, item in ipairs(ready) do take(unpack(item)) end
+    last = ready[#ready][1]
+  end
+  if waits or gone == 0 then break end
 end
 local newest = redis.call('XREVRANGE', REQUESTS, '+', '-', 'COUNT', 1)[1]
 return {outcome, newest and newest[1] or last, out}
@@ -98,7 +106,7 @@ if not r or r.state == 'x' then return 'GONE' end
 if not mine or r.state ~= 'l' then return 'FENCED' end
 if redis.call('EXISTS', KEYS[6]) == 0 then return 'NOBODY' end
 full_memory_is_fine()
-local entry = redis.call('XADD', ROLLOUTS, '*', 'kind', 'group', 'id', id, 'inc', ARGV[2], 'att', ARGV[3], 'h', header)
+local entry = redis.call('XADD', ROLLOUTS, '*', 'group', id .. '|' .. ARGV[2] .. '|' .. ARGV[3], 'header', header)
 drop(REQUESTS, PRODUCERS, r.entry)
 r.state, r.entry = 'd', entry
 put(id, r)
@@ -119,7 +127,7 @@ if failure ~= '' and r.fails >= tonumber(ARGV[6]) then
   bury('request', failure, id, f and f.data or '')
   drop(REQUESTS, PRODUCERS, r.entry)
   r.state = 'x'
-  r.entry = redis.call('XADD', ROLLOUTS, '*', 'kind', 'dead', 'id', id, 'inc', ARGV[2], 'reason', failure)
+  r.entry = redis.call('XADD', ROLLOUTS, '*', 'dead', id .. '|' .. ARGV[2], 'reason', failure)
   put(id, r)
   return 'DEAD'
 end

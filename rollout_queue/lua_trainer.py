@@ -55,15 +55,21 @@ POLL = """
 full_memory_is_fine()
 local no = fenced()
 if no then return no end
-need_group(ROLLOUTS, TRAINER)
 local count, out = tonumber(ARGV[5]), {}
+local function read_group(from)
+  return redis.pcall('XREADGROUP', 'GROUP', TRAINER, RANK0, 'COUNT', count - #out, 'STREAMS', ROLLOUTS, from)
+end
 local function collect(from)
-  local got = redis.call('XREADGROUP', 'GROUP', TRAINER, RANK0, 'COUNT', count - #out, 'STREAMS', ROLLOUTS, from)
-  if not got then return 0 end
+  local got = read_group(from)
+  if got and got.err then
+    need_group(ROLLOUTS, TRAINER)
+    got = read_group(from)
+  end
+  if not got then return end
+  if got.err then error(got.err) end
   for _, entry in ipairs(got[1][2]) do
     if entry[2] then out[#out + 1] = entry else redis.call('XACK', ROLLOUTS, TRAINER, entry[1]) end
   end
-  return #got[1][2]
 end
 collect(ARGV[4])
 if #out < count then collect('>') end

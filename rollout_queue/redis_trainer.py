@@ -157,22 +157,21 @@ class RedisTrainerSide(RedisSide):
             raise
 
     def _delivery(self, entry: str, fields: list[bytes]) -> GroupHeader | DeadNotice | None:
-        named = dict(zip(fields[::2], fields[1::2], strict=False))
-        request_id = text(named.get(b"id", b""))
-        raw = named.get(b"h", b"")
+        """An entry of the rollouts is `group` id|incarnation|attempt, `header`, or `dead` id|incarnation, `reason`."""
+        request_id = ""
         try:
-            if named.get(b"kind") == b"dead":
-                return DeadNotice(_parsed_id(request_id), _whole(named, b"inc"), text(named.get(b"reason", b"")), entry)
-            header = decode_header(raw, entry)
-            if (str(header.id), header.incarnation, header.attempt) != (
-                request_id,
-                _whole(named, b"inc"),
-                _whole(named, b"att"),
-            ):
-                raise MessageError("the header is not of the request it was committed for", raw)
+            if len(fields) != 4:
+                raise MessageError("not an entry of this queue")
+            kind, about, _, content = fields
+            request_id, *numbers = text(about).split("|")
+            if kind == b"dead":
+                return DeadNotice(_parsed_id(request_id), _whole(numbers, 1)[0], text(content), entry)
+            header = decode_header(content, entry)
+            if (str(header.id), [header.incarnation, header.attempt]) != (request_id, _whole(numbers, 2)):
+                raise MessageError("the header is not of the request it was committed for", content)
             return dataclasses.replace(header, body_key=self._keys.body(header.id, header.incarnation, header.attempt))
         except MessageError as error:
-            self._reject(entry, request_id, error.reason, raw or b" ".join(fields))
+            self._reject(entry, request_id, error.reason, error.payload_head or b" ".join(fields))
             return None
 
     def _decode(self, header: GroupHeader, body: Buffer | None) -> Group | None:
@@ -245,8 +244,11 @@ def _parsed_id(text: str) -> RequestId:
         raise MessageError(f"not a request id: {text[:40]!r}") from None
 
 
-def _whole(fields: Mapping[bytes, bytes], name: bytes) -> int:
+def _whole(numbers: list[str], count: int) -> list[int]:
     try:
-        return int(fields[name])
-    except (KeyError, ValueError):
-        raise MessageError(f"field {name.decode()} is not a whole number") from None
+        out = [int(number) for number in numbers]
+    except ValueError:
+        out = []
+    if len(out) != count:
+        raise MessageError(f"not {count} whole numbers: {numbers}")
+    return out

@@ -78,7 +78,7 @@ class RedisWorld(World):
         self.client.xgroup_create(self.keys.rollouts, "trainer", "0", mkstream=True)
         for name, fields in entries:
             if name.decode() == entry:
-                fields[b"h"] = raw
+                fields[b"header"] = raw
             self.client.xadd(self.keys.rollouts, fields, id=name)
 
     def leftovers(self) -> int:

@@ -419,6 +419,14 @@ class TestGiveBack:
         assert trainer.census() == {}
         assert world.leftovers() == 0
 
+    def test_a_reason_in_any_characters(self, trainer: Queue, producer: Queue) -> None:
+        issue(trainer)
+        for _ in range(MAX_ATTEMPTS):
+            producer.give_back(lease_one(producer), "no: \udcff | ü\n\x00" + "x" * 10_000)
+        (notice,) = trainer.poll(0.0)
+        assert isinstance(notice, DeadNotice) and notice.reason.startswith("no: ")
+        assert trainer.dead_letters()[0].reason == notice.reason
+
     def test_deaths_of_producers_are_no_failures(self, trainer: Queue, producer: Queue, world: World) -> None:
         issue(trainer)
         for number in range(MAX_ATTEMPTS + 2):

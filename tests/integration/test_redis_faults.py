@@ -373,11 +373,13 @@ class TestRubbish:
         issue(trainer, 2)
         rubbish: list[dict[str | bytes, bytes | str | int]] = [
             {"x": "y"},
-            {"kind": "group"},
-            {"kind": "group", "id": "0.0.0", "inc": "1", "att": "0", "h": b"\x80\xff"},
-            {"kind": "dead", "id": "what", "inc": "1", "reason": "x"},
-            {"kind": "dead", "id": "0.0.0", "inc": "one", "reason": "x"},
-            {b"\xff\xfe": b"\xff" * 1000, "id": b"\xff", "kind": b"\xfe"},
+            {"group": "0.0.0|1|0"},
+            {"group": "0.0.0|1|0", "header": b"\x80\xff"},
+            {"group": "0.0.0|1|0", "header": b"x" * 100_000},
+            {"dead": "what|1", "reason": "x"},
+            {"dead": "0.0.0|one", "reason": "x"},
+            {"dead": "0.0.0", "reason": "x"},
+            {b"\xff\xfe": b"\xff" * 1000, "group": b"\xff"},
         ]
         for fields in rubbish:
             redis_client.xadd(keys.rollouts, fields)
@@ -400,7 +402,7 @@ class TestRubbish:
         (lease,) = trainer.lease("p1", 0, 1, 0.0)
         trainer.commit(lease, group(lease))
         ((_entry, fields),) = redis_client.xrange(keys.rollouts)
-        redis_client.xadd(keys.rollouts, fields | {b"id": b"0.9.0"})
+        redis_client.xadd(keys.rollouts, fields | {b"group": b"0.9.0|1|0"})
         assert len(trainer.poll(0.0)) == 1
         assert "not of the request" in trainer.dead_letters()[0].reason
 
