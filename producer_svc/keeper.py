@@ -18,6 +18,7 @@ from rollout_queue.queue import ProducerQueue
 log = logging.getLogger(__name__)
 
 HEARTBEAT_TTL_S = 10.0
+OVER_GRACE_S = 20.0  # a run that was over at our start may be about to get a new trainer
 
 
 class Keeper:
@@ -39,7 +40,7 @@ class Keeper:
         self._error: QueueError | None = None
         self._stop = threading.Event()
         self._first = queue.state()
-        self._trainer_seen_at = time.monotonic()
+        self._began_at = self._trainer_seen_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def start(self) -> None:
@@ -101,8 +102,8 @@ class Keeper:
         now = time.monotonic()
         if state.trainer_alive:
             self._trainer_seen_at = now
-        stale_end = state.ended == self._first.ended and state.incarnation == self._first.incarnation
-        if state.ended and not (self._first.ended and stale_end):
+        over_before = bool(self._first.ended) and state.incarnation == self._first.incarnation
+        if state.ended and (not over_before or now - self._began_at > OVER_GRACE_S):
             self._ended = "done"
         elif now - self._trainer_seen_at > self._give_up_s:
             self._ended = f"no trainer for {self._give_up_s:.0f} s (run.give_up_s)"

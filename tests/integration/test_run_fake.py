@@ -15,8 +15,7 @@ def producers(folder: Path, name: str) -> list[int]:
     return [pid for pid, line in runs.processes_of(folder).items() if " producer " in line and name in line]
 
 
-@pytest.mark.parametrize("order", ["strict", "ready"])
-@pytest.mark.parametrize("n_behind", [0, 1, 2, 4])
+@pytest.mark.parametrize(("n_behind", "order"), [(0, "strict"), (0, "ready"), (1, "strict"), (2, "ready"), (4, "ready")])
 def test_every_bound_and_order(tmp_path: Path, n_behind: int, order: str):
     values = {"run__n_behind": n_behind, "run__order": order, "producer__fake_generate_s": 0.05}
     runs.finish(runs.command("run", tmp_path, **values, producer__fake_sigma=1.0), tmp_path)
