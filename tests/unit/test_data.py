@@ -252,7 +252,7 @@ def test_reasoning_gym_refusals(task: str, options: dict[str, Any], said: str) -
         load(f"reasoning_gym:{task}", size=2, options=options)
 
 
-class Colour(str, Enum):
+class Colour(str, Enum):  # noqa: UP042  # whose str() is not its text
     RED = "red"
 
 
