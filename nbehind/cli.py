@@ -19,6 +19,7 @@ from nbehind.errors import (
     EXIT_OK,
     ConfigError,
     InputError,
+    Interrupted,
     ServiceDied,
     exit_code_of,
     expected_errors,
@@ -57,7 +58,8 @@ def describe(error: BaseException, command: str) -> str:
         lines = error.problems
     else:
         lines = [" ".join(str(error).split()) or type(error).__name__]
-    shown = "".join(f"nbehind {command}: error: {line}\n" for line in lines)
+    label = "" if isinstance(error, Interrupted) else "error: "
+    shown = "".join(f"nbehind {command}: {label}{line}\n" for line in lines)
     log_lines = error.log_lines if isinstance(error, ServiceDied) else []
     return "".join(f"    {line}\n" for line in log_lines) + shown
 

@@ -2,8 +2,7 @@
 
     supervisor ── pipe: "add PID", "drop PID" ──▶ guardian: at the end of the pipe, wait GRACE_S, then kill -9 what is registered
 
-The services themselves get SIGTERM from the kernel at that moment (process.die_with_parent), so GRACE_S is their time to
-save; the guardian also reaches hung or stopped ones and the processes of engines. Standard library only.
+The services themselves hear of it from the kernel (process.die_with_parent) and drain, so GRACE_S is their time to save; the guardian also reaches hung or stopped ones and the processes of engines. Standard library only.
 """
 
 from __future__ import annotations

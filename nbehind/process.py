@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 PARENT_VARIABLE = "NBEHIND_PARENT_PID"
 THREAD_VARIABLES = (
@@ -50,15 +51,26 @@ def service_env(threads: int, base: Mapping[str, str] | None = None) -> dict[str
 
 
 def die_with_parent() -> None:
-    """SIGTERM this process when the supervisor that started it dies; without one, do nothing.
+    """SIGTERM this process, once, when the supervisor that started it dies; without one, do nothing.
 
-    To be called first thing in the child. The guardian ends what does not leave by itself.
+    To be called first thing in the child, in its main thread. The kernel repeats the parent's death signal for every
+    thread of the parent, and a second SIGTERM means "at once" here: so it sends SIGHUP, of which one becomes SIGTERM.
+    The guardian ends what does not leave by itself.
     """
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if not parent:
         return
+    passed_on = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal passed_on
+        if not passed_on:
+            passed_on = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGHUP, pass_on)
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
     if os.getppid() != int(parent):  # it died before the line above
         sys.exit(128 + signal.SIGTERM)
 

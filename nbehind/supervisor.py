@@ -11,6 +11,7 @@ Whatever happens, run() returns or raises only when every process of the run is 
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ LEAVE_S = 5.0  # from SIGTERM to SIGKILL for a producer whose trainer is gone
 DRAIN_MARGIN_S = 5.0
 MAX_BACKOFF_S = 30.0
 SHOWN_LOG_LINES = 12
+SERVICE_ERROR = re.compile(r"nbehind \w+: error: (.*)")  # as cli.describe writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +285,14 @@ class Supervisor:
         return View(run.name, phase, run.max_steps, self._tail.rows, answer.producers, lines, answer.error)
 
     def _died(self, child: Child, what: str) -> ServiceDied:
+        """Why, in the service's own words where it has said them; its last log lines unless those say it all."""
         assert child.code is not None
-        return ServiceDied(
-            f"{what}: {describe_exit(child.code)}; whole log: {_short(child.log_file)}",
-            child.last_lines(SHOWN_LOG_LINES),
-            bad_input=child.code == EXIT_BAD_INPUT,
-        )
+        lines = child.last_lines(SHOWN_LOG_LINES)
+        said = SERVICE_ERROR.fullmatch(lines[-1]) if lines else None
+        bad_input = child.code == EXIT_BAD_INPUT
+        exit_and_log = f"{describe_exit(child.code)}; whole log: {_short(child.log_file)}"
+        message = f"{what}: {said[1]} ({exit_and_log})" if said else f"{what}: {exit_and_log}"
+        return ServiceDied(message, [] if said and bad_input else lines, bad_input=bad_input)
 
 
 def _newest(child: Child | None) -> str:

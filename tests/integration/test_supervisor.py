@@ -31,7 +31,7 @@ import json, os, signal, subprocess, sys, time
 from nbehind.process import die_with_parent
 
 die_with_parent()
-role, folder, flags = sys.argv[1], sys.argv[2], dict(f.split("=") for f in sys.argv[3:])
+role, folder, flags = sys.argv[1], sys.argv[2], dict(f.split("=", 1) for f in sys.argv[3:])
 
 def event(what):
     with open(os.path.join(folder, "events"), "a") as file:
@@ -64,7 +64,7 @@ if "until_end" in flags:  # as producers do: leave when the trainer has ended
 if "kill" in flags:
     os.kill(os.getpid(), int(flags["kill"]))
 if "exit" in flags:
-    print(f"{role} cannot go on", flush=True)
+    print(flags["say"].replace("_", " ") if "say" in flags else f"{role} cannot go on", flush=True)
     event("end")
     sys.exit(int(flags["exit"]))
 while True:
@@ -244,6 +244,17 @@ def test_a_dead_trainer_ends_the_run(tmp_path: Path, script: Path, flags: list[s
     wait_until(lambda: not any(alive(p) for p in pids(tmp_path)), 0)
 
 
+def test_what_a_service_says_of_its_bad_input_is_what_is_shown(tmp_path: Path, script: Path) -> None:
+    says = ["say=nbehind_trainer:_error:_data.source_=_x:_no_such_file", "exit=2"]
+    with pytest.raises(ServiceDied) as error:
+        launch(fake_config(tmp_path), RunOptions(plain=True), commands(script, says, []))
+    log = tmp_path / "test" / "logs" / "trainer.log"
+    assert (
+        str(error.value) == f"the trainer ended the run: data.source = x: no such file (exit code 2; whole log: {log})"
+    )
+    assert error.value.log_lines == []
+
+
 def test_a_program_that_cannot_be_started_leaves_nothing(tmp_path: Path, script: Path) -> None:
     def broken(config: Config, folder: RunFolder, url: str, resume: bool) -> ServiceCommands:
         good = commands(script, [], [])(config, folder, url, resume)
@@ -374,6 +385,15 @@ def children_named(parent: int, name: str) -> list[int]:
         if head.partition("(")[2].startswith(name) and int(tail.split()[1]) == parent:
             found.append(int(stat.parent.name))
     return found
+
+
+def test_when_the_supervisor_is_killed_the_trainer_still_saves(tmp_path: Path, drive: Drive) -> None:
+    process = drive(["drain=0.5"], [])
+    wait_until(lambda: len(pids(tmp_path)) == 3)
+    process.kill()
+    assert_nothing_left(tmp_path, 10.0)
+    mine = [what for service, what, _ in events(tmp_path) if service == "trainer"]
+    assert mine == ["start", "term", "drained"], "asked once: a second time would mean at once"
 
 
 def test_a_dead_embedded_redis_is_started_again(tmp_path: Path, drive: Drive) -> None:
