@@ -16,11 +16,13 @@ import pytest
 
 from nbehind.config import Config
 from nbehind.config_load import config_of
+from nbehind.embedded import EmbeddedRedis
 from nbehind.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, InputError, ServiceDied
 from nbehind.guardian import Guardian
 from nbehind.launch import CommandsOf, RunOptions, launch
 from nbehind.process import Child, service_env
 from nbehind.run_folder import RunFolder, open_run_folder
+from nbehind.services import open_client
 from nbehind.supervisor import ServiceCommands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -412,6 +414,24 @@ def test_an_unreachable_redis_is_said_before_anything_is_written(tmp_path: Path,
     config = fake_config(tmp_path, redis={"url": "redis://127.0.0.1:1"})
     with pytest.raises(InputError, match=r"127\.0\.0\.1:1"):
         launch(config, RunOptions(plain=True), commands(script, [], []))
+    assert not (tmp_path / "test").exists()
+
+
+def test_a_redis_that_refuses_us_or_evicts_is_said_before_anything_is_written(tmp_path: Path, script: Path) -> None:
+    with EmbeddedRedis(tmp_path / "redis", 64, password="s3cret") as server:
+        url = f"redis://127.0.0.1:{server.port}"
+        config = fake_config(tmp_path, redis={"url": url})
+        with pytest.raises(InputError, match="refuses the user or password") as refused:
+            launch(config, RunOptions(plain=True), commands(script, [], []))
+        assert "redis.password_env" in str(refused.value)
+        secret = tmp_path / "password"
+        secret.write_text("s3cret\n")
+        config = fake_config(tmp_path, redis={"url": url, "password_file": str(secret)})
+        client = open_client(config, url)
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.close()
+        with pytest.raises(InputError, match="CONFIG SET maxmemory-policy noeviction"):
+            launch(config, RunOptions(plain=True), commands(script, [], []))
     assert not (tmp_path / "test").exists()
 
 
