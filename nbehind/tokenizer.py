@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The tokenizer of the fake model: ids are UTF-8 bytes, 256 ends a text."""
 
-    eos_ids = (256,)
+    eos_ids: tuple[int, ...] = (256,)
     digest = "bytes"
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

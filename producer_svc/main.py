@@ -22,6 +22,7 @@ from producer_svc.service import ProducerService, start_in_time
 from producer_svc.telemetry import Telemetry
 from rollout_queue.metrics import serve
 from weight_sync.receiver import Receiver
+from weight_sync.staged import StagedWeights
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +57,11 @@ async def serve_run(config: Config, redis_url: str, index: int, name: str, stop:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, service, stop)
-    receiver = Receiver(
-        client,
-        keys,
-        name,
-        hello(config, tokenizer, folder),
-        sync_settings(config),
-        on_staged=lambda staged: loop.call_soon_threadsafe(service.stage, staged),
-    )
+
+    def on_staged(staged: StagedWeights) -> None:
+        loop.call_soon_threadsafe(service.stage, staged)
+
+    receiver = Receiver(client, keys, name, hello(config, tokenizer, folder), sync_settings(config), on_staged)
     keeper = Keeper(
         queue,
         name,

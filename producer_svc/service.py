@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from nbehind.config import Config
 from producer_svc.assemble import build_group
 from producer_svc.errors import GeneratorError, ProducerError, RewardError, StartTimeout
+from producer_svc.generation import Refused
 from producer_svc.generator import Completion, Generator
 from producer_svc.keeper import Keeper
 from producer_svc.telemetry import Telemetry
@@ -192,7 +193,7 @@ class ProducerService:
             self._telemetry.committed(result, group, time.monotonic() - start)
         except TimeoutError:
             await self._give_back(lease, f"generation took longer than producer.request_timeout_s = {timeout_s:g} s")
-        except RewardError as error:
+        except (RewardError, Refused) as error:
             await self._give_back(lease, str(error))
         except GeneratorError:  # ends this producer; not the request's fault
             await self._return(lease)

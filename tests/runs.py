@@ -98,7 +98,7 @@ def processes_of(folder: Path) -> dict[int, str]:
             continue
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            cwd = os.readlink(entry / "cwd")
+            cwd = str((entry / "cwd").readlink())
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue

@@ -1,10 +1,10 @@
 """Errors of the trainer.
 
-    TrainerError
-    ├── DataError        the data set cannot be used; lists file, line and reason
-    ├── TrainingError    a step that must not count: loss not finite, batch not consistent
-    ├── CheckpointError  a checkpoint that cannot be written or read
-    └── Stalled          no step for give_up_s
+TrainerError
+├── DataError        the data set cannot be used; lists file, line and reason
+├── TrainingError    a step that must not count: loss not finite, batch not consistent
+├── CheckpointError  a checkpoint that cannot be written or read
+└── Stalled          no step for give_up_s
 """
 
 from __future__ import annotations

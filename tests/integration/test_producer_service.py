@@ -11,6 +11,7 @@ import torch
 from nbehind.config import Config
 from producer_svc.errors import GeneratorError, RewardError
 from producer_svc.fake_generator import FakeGenerator
+from producer_svc.generation import Refused
 from producer_svc.generator import Completion
 from producer_svc.keeper import Keeper
 from producer_svc.service import ProducerService
@@ -38,6 +39,11 @@ class BrokenScorer:
 class DeadGenerator(FakeGenerator):
     async def generate(self, request: Request) -> list[Completion]:
         raise GeneratorError("the engine died")
+
+
+class RefusingGenerator(FakeGenerator):
+    async def generate(self, request: Request) -> list[Completion]:
+        raise Refused("the prompt is too long")
 
 
 class NoReceiver:
@@ -184,6 +190,16 @@ async def test_a_reward_that_fails_counts_as_a_failed_try(tmp_path):
         service.stage(weights(tmp_path, 0))
         (notice,) = await deliveries(trainer, 1)
     assert isinstance(notice, DeadNotice) and "no such answer" in notice.reason
+
+
+async def test_a_request_that_the_engine_refuses_is_dead_lettered_and_the_producer_goes_on(tmp_path):
+    trainer, producer = queues(max_attempts=1)
+    trainer.issue([request(0)])
+    async with running(producer, config(), RefusingGenerator()) as (service, _, task):
+        service.stage(weights(tmp_path, 0))
+        (notice,) = await deliveries(trainer, 1)
+        assert isinstance(notice, DeadNotice) and "too long" in notice.reason
+        assert not task.done()
 
 
 async def test_a_dead_engine_ends_the_producer_and_gives_its_requests_back(tmp_path):

@@ -15,7 +15,9 @@ def producers(folder: Path, name: str) -> list[int]:
     return [pid for pid, line in runs.processes_of(folder).items() if " producer " in line and name in line]
 
 
-@pytest.mark.parametrize(("n_behind", "order"), [(0, "strict"), (0, "ready"), (1, "strict"), (2, "ready"), (4, "ready")])
+@pytest.mark.parametrize(
+    ("n_behind", "order"), [(0, "strict"), (0, "ready"), (1, "strict"), (2, "ready"), (4, "ready")]
+)
 def test_every_bound_and_order(tmp_path: Path, n_behind: int, order: str):
     values = {"run__n_behind": n_behind, "run__order": order, "producer__fake_generate_s": 0.05}
     runs.finish(runs.command("run", tmp_path, **values, producer__fake_sigma=1.0), tmp_path)
@@ -66,7 +68,9 @@ def test_a_killed_producer_is_restarted_and_its_requests_are_taken_over(tmp_path
 
 
 def test_a_producer_started_by_hand_joins_and_contributes(tmp_path: Path):
-    cmd = runs.command("run", tmp_path, run__max_steps=40, producer__count=1, producer__fake_generate_s=0.2, producer__max_requests=2)
+    cmd = runs.command(
+        "run", tmp_path, run__max_steps=40, producer__count=1, producer__fake_generate_s=0.2, producer__max_requests=2
+    )
     with runs.running(cmd, tmp_path) as child:
         runs.wait_for(lambda: len(runs.rows(tmp_path)) >= 3, "the third step")
         url = f"unix://{tmp_path}/runs/run/redis/redis.sock"
@@ -74,7 +78,10 @@ def test_a_producer_started_by_hand_joins_and_contributes(tmp_path: Path):
         with runs.running(late, tmp_path) as joiner:
             assert child.wait(runs.DEADLINE_S) == 0
             assert joiner.wait(30) == 0
-    names = {line.split('"producer": "')[1].split('"')[0] for line in (tmp_path / "runs/run/rollouts.jsonl").read_text().splitlines()}
+    names = {
+        line.split('"producer": "')[1].split('"')[0]
+        for line in (tmp_path / "runs/run/rollouts.jsonl").read_text().splitlines()
+    }
     assert any(name.startswith("late.") for name in names), names
     assert not runs.processes_of(tmp_path)
 

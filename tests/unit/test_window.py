@@ -73,7 +73,7 @@ def test_ready_waits_for_groups_at_their_deadline_and_fills_up_with_the_nearest(
     late = RequestId(1, 1)
     assert window.choose_ready(1, 1, 1, {late: 0}) == (1, None)  # began with version 0: its deadline is step 1
     window.deliver(header(late, 0))
-    floor, chosen = window.choose_ready(1, 1, 1, {late: 0})
+    _, chosen = window.choose_ready(1, 1, 1, {late: 0})
     assert chosen is not None and [h.id for h in chosen] == [RequestId(1, 0), late]
 
 
@@ -178,7 +178,7 @@ class Simulation:
             assert chosen, f"step {step} is stuck"
             assert len(chosen) == self.groups
             lags = [step - h.oldest_version for h in chosen]
-            assert 0 <= min(lags) and max(lags) <= self.n_behind
+            assert min(lags) >= 0 and max(lags) <= self.n_behind
             self.lag_max = max(self.lag_max, *lags)
             self.window.resolve(h.id for h in chosen)
             if must_publish(step, self.published, self.n_behind, publish_every):
