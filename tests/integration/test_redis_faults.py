@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -17,8 +19,9 @@ from queue_samples import group, request, same_group
 
 from nbehind.embedded import EmbeddedRedis
 from rollout_queue import connection
-from rollout_queue.connection import check_server, connect, resolve_password
+from rollout_queue.connection import check_server, connect, repeat, resolve_password
 from rollout_queue.errors import ConnectionRefused, OutOfMemory, UnsuitableRedis
+from rollout_queue.exchange import exchange, get_values
 from rollout_queue.keys import Keys
 from rollout_queue.messages import CommitResult, DeadNotice, GroupHeader, Lease
 from rollout_queue.redis_queue import RedisQueue
@@ -243,6 +246,20 @@ class TestServerDeath:
             (got,) = trainer.fetch([header])
             assert got is not None and same_group(got, group(sent))
             client.close()
+
+    def test_an_answer_that_comes_too_late_is_nobody_elses(self, own: EmbeddedRedis, own_client: redis.Redis) -> None:
+        own_client.mset({"a": "of a", "b": "of b"})
+        client = connect(own.url, socket_timeout_s=0.3)
+        assert exchange(client, ("GET", "a")) == [b"of a"]
+        for read in (lambda: exchange(client, ("GET", "a")), lambda: get_values(client, ["a"])):
+            os.kill(own.pid, signal.SIGSTOP)
+            with pytest.raises(redis.exceptions.TimeoutError):
+                read()
+            wake = threading.Timer(0.1, os.kill, (own.pid, signal.SIGCONT))
+            wake.start()
+            assert repeat(client, lambda: exchange(client, ("GET", "b")), 30.0) == [b"of b"]
+            wake.join()
+        client.close()
 
 
 def issue_as(client: redis.Redis, keys: Keys, trainer: RedisQueue) -> None:
