@@ -8,6 +8,7 @@ max(generation, training) above. Every producer has room for the groups of all o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -46,7 +47,7 @@ def run(folder: Path, n_behind: int, generate_s: float, train_s: float, steps: i
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     rows = [json.loads(line) for line in (folder / f"overlap{n_behind}" / "metrics.jsonl").read_text().splitlines()]
     stamps = [row["t"] for row in rows][SKIPPED_STEPS:]
-    period_s = statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+    period_s = statistics.median(b - a for a, b in itertools.pairwise(stamps))
     ideal_s = generate_s + train_s if n_behind == 0 else max(generate_s, train_s)
     return {
         "n_behind": n_behind,

@@ -45,13 +45,13 @@ class Recipe:
     batch: int = 64
     lr: float = 2e-3
     decay_updates: int = 500  # lr falls linearly to a tenth
-    known: float = 0.95  # first phase: until this share is right at temperature 1 ...
+    known: float = 0.97  # first phase: until this share is right at temperature 1 ...
     known_updates: int = 1200  # ... which must not take more updates than this
     careless: float = 0.7  # second phase: share of answers that belong to another problem
     careless_updates: int = 120
     careless_batch: int = 128
     careless_lr: float = 1e-4  # small, so that all problems end about equally uncertain
-    skill: tuple[float, float] = (0.15, 0.4)  # the share that must then be right
+    skill: tuple[float, float] = (0.1, 0.45)  # the share that must then be right
 
     def digest(self) -> str:
         return sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]

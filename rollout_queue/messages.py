@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,7 +157,7 @@ class DeadNotice:
     entry: str
 
 
-class CommitResult(str, Enum):
+class CommitResult(StrEnum):
     """What the queue says to a pushed group."""
 
     OK = "OK"  # it counts

@@ -403,7 +403,7 @@ async def test_finish_lets_running_generations_end_under_their_version(tmp_path:
     await generator.start()
     await generator.load(rig.staged(0))
     first = asyncio.create_task(generator.generate(request(1, length=60)))
-    while not generator.progress():  # noqa: ASYNC110
+    while not generator.progress():
         await asyncio.sleep(0.002)
     swap = asyncio.create_task(generator.load(rig.staged(1)))
     await asyncio.sleep(0)

@@ -94,7 +94,7 @@ async def started(in_flight: str = "keep") -> tuple[Steps, ThreadedGenerator]:
 
 
 async def begun(engine: Steps, number: int) -> None:
-    while f"add {number}" not in engine.events:  # noqa: ASYNC110
+    while f"add {number}" not in engine.events:
         await asyncio.sleep(0.001)
 
 
