@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20  # bytes read at a time
 
 
-def save(root: Path, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
+def save(
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    meta: Mapping[str, Any],
+    guard: Callable[[], None] = lambda: None,
+) -> Path:
     """Write root/step-<step> durably: `write(folder)` fills it, `meta` (plain JSON) goes with it. Replaces an older one of that step.
+
+    `guard` is called last before the rename and may raise, so that a trainer that was fenced meanwhile changes nothing.
 
     Raises CheckpointError when the disk refuses; then nothing of this checkpoint is left and the others are untouched.
     ValueError or TypeError, before anything is written, on a meta that is not JSON.
@@ -48,6 +56,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], meta: Mapping[str
         write(temporary)
         _write_meta(temporary, text)
         _sync_tree(temporary)
+        guard()
         _put_in_place(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -90,8 +99,8 @@ def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
     return meta
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and the damaged ones older than those.
+def prune(root: Path, keep: int, protected: Collection[int] = ()) -> None:
+    """Delete all but the newest `keep` complete checkpoints and those of the `protected` steps, and the damaged ones older than those.
 
     Completeness by names and sizes, without reading the files. What cannot be deleted is reported and left.
     """
@@ -99,6 +108,8 @@ def prune(root: Path, keep: int) -> None:
         raise ValueError(f"keep must be at least 1, got {keep}")
     kept = 0
     for folder in reversed(_folders(root)):
+        if int(folder.name.removeprefix("step-")) in protected:
+            continue
         if kept >= keep:
             try:
                 _delete(folder)

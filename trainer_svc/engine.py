@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -60,6 +60,10 @@ class Engine(Protocol):
 
     def save_state(self, folder: Path) -> None:
         """Weights as trained, optimizer, scheduler position and RNG, so that load_state continues bit for bit."""
+        ...
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy everything now; the result writes save_state(folder) and save_model(folder / "model") of this moment, from any thread."""
         ...
 
     def load_state(self, folder: Path) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,12 +94,20 @@ class FakeEngine:
         yield WEIGHT_NAME, torch.from_numpy(self.weights.copy())
 
     def save_model(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _WEIGHTS).write_bytes(self.weights.astype("<f4").tobytes())
+        _write_weights(folder, self.weights)
 
     def save_state(self, folder: Path) -> None:
-        self.save_model(folder)
-        (folder / _STATE).write_text(json.dumps({"updates": self.updates}))
+        self.snapshot()(folder)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        weights, updates = self.weights.copy(), self.updates
+
+        def write(folder: Path) -> None:
+            _write_weights(folder, weights)
+            _write_weights(folder / "model", weights)
+            (folder / _STATE).write_text(json.dumps({"updates": updates}))
+
+        return write
 
     def load_state(self, folder: Path) -> None:
         self.weights = np.frombuffer((folder / _WEIGHTS).read_bytes(), dtype="<f4").astype(np.float32)
@@ -107,3 +115,8 @@ class FakeEngine:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _write_weights(folder: Path, weights: NDArray[np.float32]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _WEIGHTS).write_bytes(weights.astype("<f4").tobytes())

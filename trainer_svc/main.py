@@ -14,21 +14,25 @@ from nbehind.models import prepare_model
 from nbehind.services import open_queue, sync_settings
 from nbehind.stopping import EXIT_INTERRUPTED, StopFlag
 from nbehind.tokenizer import Tokenizer, load_tokenizer
+from rollout_queue.errors import Fenced
 from rollout_queue.metrics import serve
 from trainer_svc import checkpoint
 from trainer_svc.data import load_items
+from trainer_svc.durability import Durability
 from trainer_svc.engine import Engine
 from trainer_svc.errors import DataError
-from trainer_svc.heartbeat import Heartbeat
+from trainer_svc.heartbeat import TTL_S, Heartbeat
 from trainer_svc.intake import Intake
 from trainer_svc.order import DataOrder
 from trainer_svc.recorder import Recorder, write_text_atomic
-from trainer_svc.service import CHECKPOINTS, TrainerService
+from trainer_svc.saver import Saver
+from trainer_svc.service import TrainerService
 from trainer_svc.telemetry import Telemetry
 from weight_sync.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
 INCARNATION = "incarnation.json"
 
 
@@ -107,12 +111,15 @@ class Trainer:
         recorder = Recorder(
             config.run_dir, int(config.metrics.rollouts_max_mb * 2**20), int(meta["step"]) if meta else 0
         )
+        saver = Saver(config.run_dir / CHECKPOINTS, config.checkpoint.keep, self._guard)
+        durability = Durability(config, self.queue, self.engine, intake, self.publisher, saver, self.heartbeat.check)
         service = TrainerService(
             config,
             self.queue,
             self.publisher,
             self.engine,
             intake,
+            durability,
             recorder,
             self.telemetry,
             self.tokenizer,
@@ -127,8 +134,16 @@ class Trainer:
             reason = f"error: {error}"
             raise
         finally:
+            durability.close()
             recorder.summary(config.run.name, reason, self._extra(intake))
         return reason
+
+    def _guard(self) -> None:
+        """Raise when a newer trainer owns the run: by Redis, or by the run folder where Redis is gone."""
+        self.queue.heartbeat(TTL_S)
+        newest = last_incarnation(self._config.run_dir)
+        if newest > self.incarnation:
+            raise Fenced(f"incarnation {newest} owns the run folder {self._config.run_dir}; this is {self.incarnation}")
 
     def _extra(self, intake: Intake) -> dict[str, Any]:
         return {

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nbehind.config import Config
@@ -27,8 +26,8 @@ from nbehind.tokenizer import Tokenizer
 from rollout_queue.messages import RequestId
 from rollout_queue.queue import TrainerQueue
 from rollout_queue.staleness import min_version, must_publish
-from trainer_svc import checkpoint
 from trainer_svc.batch import make_batch
+from trainer_svc.durability import Durability
 from trainer_svc.engine import Engine
 from trainer_svc.errors import TrainerError
 from trainer_svc.intake import Intake, Taken
@@ -42,7 +41,6 @@ from weight_sync.publisher import Publisher
 log = logging.getLogger(__name__)
 
 FINAL_MODEL = "final"
-CHECKPOINTS = "checkpoints"
 
 
 class TrainerService:
@@ -55,6 +53,7 @@ class TrainerService:
         publisher: Publisher,
         engine: Engine,
         intake: Intake,
+        durability: Durability,
         recorder: Recorder,
         telemetry: Telemetry,
         tokenizer: Tokenizer,
@@ -67,6 +66,7 @@ class TrainerService:
         self._publisher = publisher
         self._engine = engine
         self._intake = intake
+        self._durability = durability
         self._recorder = recorder
         self._telemetry = telemetry
         self._tokenizer = tokenizer
@@ -75,12 +75,7 @@ class TrainerService:
         self._fence = fence
         self.step = 0
         self.published = -1
-        self._saved_step = -1
         self._clock = PhaseClock()
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self._config.run_dir / CHECKPOINTS
 
     # --- the flow
     def run(self, restored: Mapping[str, Any] | None) -> str:
@@ -115,9 +110,7 @@ class TrainerService:
                 self._publish()
                 self._intake.issue_up_to(self.published)
         with self._clock.phase("checkpoint"):
-            if self._config.checkpoint.every_steps and self.step % self._config.checkpoint.every_steps == 0:
-                self._save_checkpoint()
-            self._release_past_budget()
+            self._durability.after_step(self.step)
         self._record(taken, stats, overlapped)
         return True
 
@@ -145,46 +138,8 @@ class TrainerService:
         self._queue.announce(self.published)
         self._publisher.prune(below=min_version(self.step, self._config.run.n_behind))
 
-    # --- checkpoints
-    def _save_checkpoint(self) -> None:
-        """Durable first, then ack: what the checkpoint covers is released."""
-        self._fence()
-        meta = {
-            "incarnation": self._intake.incarnation,
-            "step": self.step,
-            "ledger": self._intake.ledger.as_dict(),
-            "open": [str(r) for r in self._intake.window.ids()],
-            "next_step_to_issue": self._intake.window.next_step_to_issue,
-            "history": {
-                str(v): c
-                for v, c in self._publisher.history().items()
-                if v >= min_version(self.step, self._config.run.n_behind)
-            },
-        }
-        self._intake.ledger.check(len(self._intake.window))
-        checkpoint.save(self._checkpoints, self.step, self._write_checkpoint, meta)
-        checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
-        self._saved_step = self.step
-        self._queue.release(self._intake.retained)
-        self._intake.retained.clear()
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        self._engine.save_state(folder)
-        self._engine.save_model(folder / "model")
-
-    def _release_past_budget(self) -> None:
-        """The oldest consumed groups beyond the retention budget go early: after a crash they are generated again."""
-        budget = self._config.redis.retention_mb * 2**20
-        sizes = [getattr(h, "body_bytes", 0) for h in self._intake.retained]
-        early = 0
-        while sum(sizes[early:]) > budget:
-            early += 1
-        if early:
-            self._queue.release(self._intake.retained[:early])
-            del self._intake.retained[:early]
-
     def _restore(self, meta: Mapping[str, Any]) -> None:
-        self.step = self._saved_step = int(meta["step"])
+        self.step = self._durability.saved_step = int(meta["step"])
         self._intake.ledger = Ledger.from_dict(meta["ledger"])
         self._intake.window.restore((RequestId.parse(r) for r in meta["open"]), int(meta["next_step_to_issue"]))
         self._publisher.seed_history({int(v): str(c) for v, c in meta["history"].items()})
@@ -203,8 +158,7 @@ class TrainerService:
     def _end(self, reason: str) -> str:
         """Last checkpoint and final model, conservation, summary; only "done" tells the producers to leave."""
         self._fence()
-        if self._saved_step != self.step:
-            self._save_checkpoint()
+        self._durability.finish(self.step)
         self._engine.save_model(self._config.run_dir / FINAL_MODEL)
         self._intake.ledger.check(len(self._intake.window))
         log.info("%s after %d steps: %s", reason, self.step, self._intake.ledger.line())

@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,21 @@ class TorchEngine:
     def save_state(self, folder: Path) -> None:
         assert self._optimizer is not None
         write_state(folder, [*self._optimizer.tensors(), *_rng_tensors()], {"updates": self.updates})
+
+    def snapshot(self) -> Callable[[Path], None]:
+        assert self._optimizer is not None
+        model, source, info = self._model, self._folder, {"updates": self.updates}
+        copies = {n: t.detach().to("cpu", copy=True) for n, t in [*self._optimizer.tensors(), *_rng_tensors()]}
+        weights = {
+            n: copies[f"weight.{n}"].to(t.dtype) if f"weight.{n}" in copies else t.detach().to("cpu", copy=True)
+            for n, t in self.named_weights()
+        }
+
+        def write(folder: Path) -> None:
+            write_state(folder, copies.items(), info)
+            write_model(model, source, folder / "model", weights)
+
+        return write
 
     def load_state(self, folder: Path) -> None:
         assert self._optimizer is not None

@@ -1,0 +1,109 @@
+"""When a checkpoint is written, and what may leave Redis because of it.
+
+step done ─▶ due? ─▶ snapshot (a copy in memory) ─▶ saver thread ─▶ durable ─▶ ack and delete what it covers
+                                                                retention budget spent, Redis full ─▶ the oldest go early
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nbehind.config import Config
+from rollout_queue.messages import DeadNotice, GroupHeader
+from rollout_queue.queue import TrainerQueue
+from rollout_queue.staleness import min_version
+from trainer_svc.engine import Engine
+from trainer_svc.intake import Intake
+from trainer_svc.saver import Saver
+from weight_sync.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+
+class Durability:
+    """Owns the checkpoints of a run, and the consumed groups that wait for one."""
+
+    def __init__(
+        self,
+        config: Config,
+        queue: TrainerQueue,
+        engine: Engine,
+        intake: Intake,
+        publisher: Publisher,
+        saver: Saver,
+        fence: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._queue = queue
+        self._engine = engine
+        self._intake = intake
+        self._publisher = publisher
+        self._saver = saver
+        self._fence = fence
+        self._covered = 0  # the first so many retained groups are covered by the checkpoint being written
+        self._owed = False  # one was due while another was still being written
+        self.saved_step = -1
+
+    def after_step(self, step: int) -> None:
+        """Collect what has become durable, begin what is due, free what is over the budget. Never waits for the disk."""
+        self._collect(self._saver.finished())
+        every = self._config.checkpoint.every_steps
+        self._owed = self._owed or bool(every and step % every == 0)
+        if self._owed and not self._saver.busy:
+            self._begin(step)
+        self.release_past(int(self._config.redis.retention_mb * 2**20))
+
+    def finish(self, step: int) -> None:
+        """Make `step` durable, and wait for it."""
+        self._collect(self._saver.finished(wait=True))
+        if self.saved_step != step:
+            self._begin(step)
+            self._collect(self._saver.finished(wait=True))
+
+    def close(self) -> None:
+        self._saver.close()
+
+    def release_past(self, budget_bytes: int) -> None:
+        """The oldest consumed groups beyond the budget go early: after a crash they are generated again."""
+        retained = self._intake.retained
+        total = sum(_bytes(h) for h in retained)
+        early = 0
+        while total > budget_bytes:
+            total -= _bytes(retained[early])
+            early += 1
+        self._release(early)
+
+    def _begin(self, step: int) -> None:
+        self._fence()
+        self._intake.ledger.check(len(self._intake.window))
+        self._owed = False
+        self._covered = len(self._intake.retained)
+        self._saver.begin(step, self._engine.snapshot(), self._meta(step))
+
+    def _collect(self, step: int | None) -> None:
+        if step is not None:
+            self.saved_step = step
+            self._release(self._covered)
+
+    def _release(self, count: int) -> None:
+        if count:
+            self._queue.release(self._intake.retained[:count])
+            del self._intake.retained[:count]
+            self._covered = max(0, self._covered - count)
+
+    def _meta(self, step: int) -> Mapping[str, Any]:
+        oldest = min_version(step, self._config.run.n_behind)
+        return {
+            "incarnation": self._intake.incarnation,
+            "step": step,
+            "ledger": self._intake.ledger.as_dict(),
+            "open": [str(r) for r in self._intake.window.ids()],
+            "next_step_to_issue": self._intake.window.next_step_to_issue,
+            "history": {str(v): c for v, c in self._publisher.history().items() if v >= oldest},
+        }
+
+
+def _bytes(item: GroupHeader | DeadNotice) -> int:
+    return item.body_bytes if isinstance(item, GroupHeader) else 0
