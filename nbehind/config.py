@@ -127,9 +127,9 @@ class ProducerConfig(Section):
     kv_cache_gb: float = Field(0.5, gt=0, description="KV cache of one producer on CPU, GiB")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of GPU memory that vLLM may use")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of one producer")
-    in_flight: Literal["keep", "finish"] = Field(
+    in_flight: Literal["keep", "keep_cache", "finish", "abort"] = Field(
         "keep",
-        description="running generations at a weight update: go on under the new version with their KV cache recomputed, or finish first",
+        description="running generations at a weight update: keep = go on under the new version, KV cache recomputed; keep_cache = go on with the stale KV cache (approximate); finish = end first; abort = begin anew under the new version",
     )
     lease_s: float = Field(10.0, gt=0.1, description="a producer silent for this long loses its requests")
     request_timeout_s: float = Field(
@@ -170,6 +170,16 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
 
 
+class EvalConfig(Section):
+    every_steps: int = Field(
+        0, ge=0, description="steps between evaluations, a multiple of checkpoint.every_steps; 0 = never"
+    )
+    source: str = Field("", description="held-out data, as data.source; empty = data.source, drawn with another seed")
+    size: int = Field(64, ge=1, description="prompts of one evaluation at most")
+    num_generations: int = Field(1, ge=1, description="completions a prompt")
+    temperature: float = Field(1.0, gt=0, le=10, description="softmax temperature")
+
+
 class MetricsConfig(Section):
     host: str = Field("127.0.0.1", description="address of /metrics and /healthz")
     trainer_port: int = Field(
@@ -180,6 +190,10 @@ class MetricsConfig(Section):
     )
     rollouts_per_step: int = Field(2, ge=0, description="sampled rollouts written a step")
     rollouts_max_mb: float = Field(16.0, gt=0, description="size at which rollouts.jsonl is rotated, MiB")
+    step_ledger: bool = Field(
+        False,
+        description="account for every step in ledger.jsonl (requests, versions, digest of the weights), for `nbehind chaos`",
+    )
 
 
 class Config(Section):
@@ -196,6 +210,7 @@ class Config(Section):
     sync: SyncConfig = SyncConfig()
     redis: RedisConfig = RedisConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @property

@@ -14,7 +14,7 @@ GROUP_BYTES_PER_TOKEN = 12  # id, logprob, and room for spans and rewards; see r
 def check(config: Config) -> list[str]:
     """Every broken rule as one line; empty when the config can be used."""
     problems: list[str] = []
-    for rule in (_finite, _batch, _lengths, _pacing, _fake, _times, _ports, _redis, _memory, _data):
+    for rule in (_finite, _batch, _lengths, _pacing, _fake, _times, _ports, _redis, _memory, _data, _evaluation):
         problems += rule(config)
     return problems
 
@@ -42,6 +42,25 @@ def _batch(c: Config) -> list[str]:
         out.append(
             f"sampling.groups_per_step = {c.sampling.groups_per_step} must be a multiple of "
             f"trainer.updates_per_step = {c.trainer.updates_per_step}"
+        )
+    return out
+
+
+def _evaluation(c: Config) -> list[str]:
+    out = []
+    if c.eval.every_steps and (not c.checkpoint.every_steps or c.eval.every_steps % c.checkpoint.every_steps):
+        out.append(
+            f"eval.every_steps = {c.eval.every_steps} must be a multiple of checkpoint.every_steps = "
+            f"{c.checkpoint.every_steps}, so that the best checkpoint can be kept"
+        )
+    if c.eval.every_steps and c.eval.every_steps % c.run.publish_every:
+        out.append(
+            f"eval.every_steps = {c.eval.every_steps} must be a multiple of run.publish_every = {c.run.publish_every}: "
+            "only published versions can be evaluated"
+        )
+    if c.eval.every_steps and not c.eval.source and c.data.source.endswith(".jsonl"):
+        out.append(
+            f"eval.every_steps = {c.eval.every_steps} needs eval.source: data.source = {c.data.source} has one set only"
         )
     return out
 

@@ -15,6 +15,7 @@ from rollout_queue.messages import DeadNotice, GroupHeader
 from rollout_queue.queue import TrainerQueue
 from rollout_queue.staleness import min_version
 from trainer_svc.engine import Engine
+from trainer_svc.evaluation import best_checkpoint
 from trainer_svc.intake import Intake
 from trainer_svc.saver import Saver
 from weight_sync.publisher import Publisher
@@ -49,6 +50,7 @@ class Durability:
     def after_step(self, step: int) -> None:
         """Collect what has become durable, begin what is due, free what is over the budget. Never waits for the disk."""
         self._collect(self._saver.finished())
+        self._protect_best()
         every = self._config.checkpoint.every_steps
         self._owed = self._owed or bool(every and step % every == 0)
         if self._owed and not self._saver.busy:
@@ -61,6 +63,8 @@ class Durability:
         if self.saved_step != step:
             self._begin(step)
             self._collect(self._saver.finished(wait=True))
+        self._protect_best()
+        self._saver.prune()
 
     def close(self) -> None:
         self._saver.close()
@@ -81,6 +85,15 @@ class Durability:
         self._owed = False
         self._covered = len(self._intake.retained)
         self._saver.begin(step, self._engine.snapshot(), self._meta(step))
+
+    def _protect_best(self) -> None:
+        """The best evaluated checkpoint outlives the newest ones, and so does one whose evaluation is under way."""
+        evaluation = self._intake.evaluation
+        if evaluation is None:
+            return
+        best = evaluation.best
+        self._saver.protected = evaluation.open_steps() | ({best["step"]} if best else set())
+        best_checkpoint(self._saver.root, best)
 
     def _collect(self, step: int | None) -> None:
         if step is not None:

@@ -25,6 +25,7 @@ from rollout_queue.queue import TrainerQueue
 from rollout_queue.staleness import check_group, floor_after, min_version
 from trainer_svc.data import Item
 from trainer_svc.errors import Stalled
+from trainer_svc.evaluation import Evaluation, is_evaluation
 from trainer_svc.ledger import Ledger
 from trainer_svc.order import DataOrder
 from trainer_svc.window import Window
@@ -77,7 +78,8 @@ class Intake:
         self.refused = 0
         self.census: Mapping[RequestId, OpenState] = {}
         self._reconciled_at = 0.0
-        self._sampling = Sampling(
+        self.evaluation: Evaluation | None = None
+        self.sampling = Sampling(
             num_generations=config.sampling.num_generations,
             max_new_tokens=config.sampling.max_new_tokens,
             temperature=config.sampling.temperature,
@@ -101,7 +103,7 @@ class Intake:
             min_version=entry.min_version,
             seed=self._order.request_seed(request_id),
             prompt_ids=item.prompt_ids,
-            sampling=self._sampling,
+            sampling=self.sampling,
             item_id=item.id,
             payload=item.payload,
             attempt=entry.attempt,
@@ -115,9 +117,11 @@ class Intake:
         self.ledger = self.ledger.add(issued=len(new))
         self._issue(new)
 
-    def reissue_restored(self) -> None:
+    def reissue_restored(self, published: int) -> None:
         """After a resume: the open requests of the checkpoint that were not delivered meanwhile."""
-        self._take_deliveries(0.0)
+        self.published = published
+        while self._take_deliveries(0.0):
+            continue
         census = self._queue.census()
         self.window.note_attempts(census)
         self._queue.withdraw(self.window.strangers(census, (h.id for h in self.retained)))
@@ -131,14 +135,19 @@ class Intake:
             self._queue.issue([self.request(r) for r in ids])
 
     # --- deliveries
-    def _take_deliveries(self, block_s: float) -> None:
-        for arrival in self._queue.poll(block_s):
-            if isinstance(arrival, DeadNotice):
+    def _take_deliveries(self, block_s: float) -> int:
+        """How many there were."""
+        arrivals = self._queue.poll(block_s)
+        for arrival in arrivals:
+            if self.evaluation is not None and is_evaluation(arrival.id):
+                self.evaluation.take(arrival)
+            elif isinstance(arrival, DeadNotice):
                 self._take_dead(arrival)
             elif not self.window.deliver(arrival):
                 self._take_surplus(arrival)
             elif self._config.algo.skip_zero_variance and arrival.equal_rewards:
                 self._filter(arrival)
+        return len(arrivals)
 
     def _take_surplus(self, header: GroupHeader) -> None:
         """A delivery of something resolved and covered by a checkpoint can go; one in hand or retained stays."""
@@ -212,9 +221,9 @@ class Intake:
         return taken if len(taken) == len(chosen) else None
 
     def _check(self, step: int, group: Group) -> NDArray[np.int32]:
-        if group.num_samples != self._sampling.num_generations:
+        if group.num_samples != self.sampling.num_generations:
             raise StalenessError(
-                f"group {group.id} has {group.num_samples} samples, not {self._sampling.num_generations}"
+                f"group {group.id} has {group.num_samples} samples, not {self.sampling.num_generations}"
             )
         given = self._versions.given(group.producer)
         for version in group.versions:
@@ -242,6 +251,8 @@ class Intake:
         self._reconciled_at = time.monotonic()
         self.census = self._queue.census()
         self.window.note_attempts(self.census)
+        if self.evaluation is not None:
+            self.evaluation.compare(self.census)
         missing = self.window.missing(self.census)
         if missing:
             log.warning(
@@ -251,6 +262,16 @@ class Intake:
                 self.window.reopen(request, self.published, failed=False)
             self.reissued += len(missing)
             self._issue(missing)
+
+    def finish_evaluations(self, stopping: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for the evaluations under way, at most `timeout_s`."""
+        if self.evaluation is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        while self.evaluation.open_steps() and time.monotonic() < deadline and not stopping():
+            self._take_deliveries(POLL_S)
+            self.reconcile(self._config.trainer.reconcile_s)
+        self.evaluation.give_up()
 
     def _watch(self, step: int, waited_s: float, on_stall: Callable[[float], None]) -> None:
         if waited_s > self._config.run.give_up_s:

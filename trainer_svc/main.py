@@ -17,16 +17,19 @@ from nbehind.tokenizer import Tokenizer, load_tokenizer
 from rollout_queue.errors import Fenced
 from rollout_queue.metrics import serve
 from trainer_svc import checkpoint
-from trainer_svc.data import load_items
+from trainer_svc.data import Item, load_items
 from trainer_svc.durability import Durability
 from trainer_svc.engine import Engine
 from trainer_svc.errors import DataError
+from trainer_svc.evaluation import Evaluation
 from trainer_svc.heartbeat import TTL_S, Heartbeat
 from trainer_svc.intake import Intake
+from trainer_svc.jsonl import write_text_atomic
 from trainer_svc.order import DataOrder
-from trainer_svc.recorder import Recorder, write_text_atomic
+from trainer_svc.recorder import Recorder
 from trainer_svc.saver import Saver
 from trainer_svc.service import TrainerService
+from trainer_svc.step_ledger import StepLedger
 from trainer_svc.telemetry import Telemetry
 from weight_sync.publisher import Publisher
 
@@ -61,6 +64,16 @@ def make_order(config: Config, num_items: int) -> DataOrder:
     return order
 
 
+def load_eval_items(config: Config, tokenizer: Tokenizer) -> list[Item]:
+    """Held-out items; a procedural source is drawn with the next seed."""
+    if not config.eval.every_steps:
+        return []
+    seed = config.data.seed if config.eval.source else config.data.seed + 1
+    source = config.eval.source or config.data.source
+    data = config.data.model_copy(update={"source": source, "seed": seed, "size": config.eval.size})
+    return load_items(data, tokenizer, config.model.max_context - config.sampling.max_new_tokens)[: config.eval.size]
+
+
 def last_incarnation(run_dir: Path) -> int:
     """The newest incarnation that the run folder knows, 0 without one."""
     path = run_dir / INCARNATION
@@ -76,6 +89,7 @@ class Trainer:
         self.folder = prepare_model(config.model.path)
         self.tokenizer: Tokenizer = load_tokenizer(config.model.path, self.folder)
         self.items = load_items(config.data, self.tokenizer, config.model.max_context - config.sampling.max_new_tokens)
+        self.eval_items = load_eval_items(config, self.tokenizer)
         self.order = make_order(config, len(self.items))
         self.restored = checkpoint.newest(config.run_dir / CHECKPOINTS) if resume else None
         if resume and self.restored is None:
@@ -108,8 +122,15 @@ class Trainer:
         self.publisher.start()
         intake = Intake(config, self.queue, self.publisher, self.items, self.order, self.tokenizer.eos_ids)
         intake.incarnation = self.incarnation
+        if config.eval.every_steps:
+            intake.evaluation = Evaluation(config, self.queue, self.eval_items, self.order, intake.sampling)
+            intake.evaluation.restore(int(meta["step"]) if meta else 0)
+        begins_at, parent = (int(meta["step"]), int(meta["incarnation"])) if meta else (0, 0)
         recorder = Recorder(
-            config.run_dir, int(config.metrics.rollouts_max_mb * 2**20), int(meta["step"]) if meta else 0
+            config.run_dir,
+            int(config.metrics.rollouts_max_mb * 2**20),
+            begins_at,
+            StepLedger(config.run_dir, self.incarnation, parent, begins_at) if config.metrics.step_ledger else None,
         )
         saver = Saver(config.run_dir / CHECKPOINTS, config.checkpoint.keep, self._guard)
         durability = Durability(config, self.queue, self.engine, intake, self.publisher, saver, self.heartbeat.check)
@@ -152,6 +173,7 @@ class Trainer:
             "refused": intake.refused,
             "n_behind": self._config.run.n_behind,
             "order": self._config.run.order,
+            **({"eval": intake.evaluation.results, "eval_best": intake.evaluation.best} if intake.evaluation else {}),
             **intake.ledger.as_dict(),
         }
 

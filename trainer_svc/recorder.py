@@ -6,13 +6,18 @@ All numbers of the summary come from the lines of metrics.jsonl, so a resumed ru
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_queue.messages import Group
+from trainer_svc.intake import Taken
+from trainer_svc.jsonl import read_rows, write_text_atomic
+from trainer_svc.step_ledger import StepLedger
+
+if TYPE_CHECKING:
+    import torch
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
@@ -56,10 +61,13 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, run: str, exit_reason: str) 
 class Recorder:
     """Appends to the files of a run folder. `resume_at`: steps from there on are of a lost future and are cut off."""
 
-    def __init__(self, folder: Path, rollouts_max_bytes: int, resume_at: int = 0) -> None:
+    def __init__(
+        self, folder: Path, rollouts_max_bytes: int, resume_at: int = 0, ledger: StepLedger | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._rollouts_max_bytes = rollouts_max_bytes
+        self._ledger = ledger
         kept = (json.dumps(r) + "\n" for r in read_rows(folder / METRICS) if r["step"] < resume_at)
         write_text_atomic(folder / METRICS, "".join(kept))
         self._trained: list[tuple[float, float]] = []
@@ -67,6 +75,13 @@ class Recorder:
     def trained(self, start: float, end: float) -> None:
         """Note a training interval (seconds since the epoch); the last few are enough for what is open."""
         self._trained = [*self._trained[-15:], (start, end)]
+
+    def account(
+        self, step: int, taken: Sequence[Taken], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
+        """For an independent judge, if one is to come (step_ledger.py)."""
+        if self._ledger is not None:
+            self._ledger.trained(step, taken, weights())
 
     def overlapped(self, groups: Sequence[Group]) -> bool:
         """Were most of the groups generated while an earlier step trained?"""
@@ -89,23 +104,3 @@ class Recorder:
         summary = {**summarize(read_rows(self._folder / METRICS), run=run, exit_reason=exit_reason), **extra}
         write_text_atomic(self._folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         return summary
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file; a torn last line is passed over."""
-    rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replace the file as a whole."""
-    temporary = path.with_name(path.name + f".tmp{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

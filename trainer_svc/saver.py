@@ -31,7 +31,7 @@ class Saver:
     """At most one checkpoint at a time. `guard` raises when this trainer may not write any more (fencing)."""
 
     def __init__(self, root: Path, keep: int, guard: Callable[[], None]) -> None:
-        self._root = root
+        self.root = root
         self._keep = keep
         self._guard = guard
         self._job: _Job | None = None
@@ -59,6 +59,10 @@ class Saver:
             raise job.error
         return job.step
 
+    def prune(self) -> None:
+        """Delete what is neither among the newest nor protected. Not while a save runs in another thread."""
+        checkpoint.prune(self.root, self._keep, self.protected)
+
     def close(self) -> None:
         """Let a running save end; its error is only logged."""
         try:
@@ -69,8 +73,8 @@ class Saver:
     def _save(self, job: _Job, write: Callable[[Path], None], meta: Mapping[str, Any]) -> None:
         start = time.monotonic()
         try:
-            checkpoint.save(self._root, job.step, write, meta, self._guard)
-            checkpoint.prune(self._root, self._keep, self.protected)
+            checkpoint.save(self.root, job.step, write, meta, self._guard)
+            self.prune()
             log.info("checkpoint of step %d saved in %.2f s", job.step, time.monotonic() - start)
         except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread by finished()
             job.error = error

@@ -84,7 +84,7 @@ class TrainerService:
             self._restore(restored)
         self._publish()
         if restored is not None:
-            self._intake.reissue_restored()
+            self._intake.reissue_restored(self.published)
         self._intake.issue_up_to(self.published)
         log.info("training begins at step %d of %d", self.step, self._total_steps)
         while self.step < self._total_steps:
@@ -109,6 +109,7 @@ class TrainerService:
             ):
                 self._publish()
                 self._intake.issue_up_to(self.published)
+            self._evaluate_if_due()
         with self._clock.phase("checkpoint"):
             self._durability.after_step(self.step)
         self._record(taken, stats, overlapped)
@@ -129,6 +130,7 @@ class TrainerService:
         with self._clock.phase("train"):
             stats = self._engine.train_step(batch)
         self._recorder.trained(start, time.time())
+        self._recorder.account(self.step, taken, self._engine.named_weights)
         return stats
 
     def _publish(self) -> None:
@@ -144,6 +146,13 @@ class TrainerService:
         self._intake.window.restore((RequestId.parse(r) for r in meta["open"]), int(meta["next_step_to_issue"]))
         self._publisher.seed_history({int(v): str(c) for v, c in meta["history"].items()})
 
+    def _evaluate_if_due(self) -> None:
+        evaluation = self._intake.evaluation
+        if evaluation is not None and evaluation.due(self.step):
+            if self.published < self.step:
+                self._publish()
+            evaluation.begin(self.step, self._intake.incarnation)
+
     # --- what is left to read
     def _record(self, taken: Sequence[Taken], stats: Mapping[str, float], overlapped: bool) -> None:
         row = step_row(self.step - 1, self.published, taken, stats, overlapped, self._clock.seconds(), self._intake)
@@ -158,6 +167,8 @@ class TrainerService:
     def _end(self, reason: str) -> str:
         """Last checkpoint and final model, conservation, summary; only "done" tells the producers to leave."""
         self._fence()
+        if reason == "done":
+            self._intake.finish_evaluations(self._stopping, self._config.producer.request_timeout_s)
         self._durability.finish(self.step)
         self._engine.save_model(self._config.run_dir / FINAL_MODEL)
         self._intake.ledger.check(len(self._intake.window))

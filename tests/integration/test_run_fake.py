@@ -137,3 +137,16 @@ def test_a_dead_trainer_ends_the_run_with_its_name_and_last_lines(tmp_path: Path
         output = child.stdout.read()
     assert "trainer" in output and "SIGKILL" in output
     assert not runs.processes_of(tmp_path)
+
+
+def test_evaluations_go_beside_the_steps_and_the_best_checkpoint_is_kept(tmp_path: Path):
+    values = {"checkpoint__every_steps": 2, "checkpoint__keep": 1, "eval__every_steps": 4, "eval__size": 8}
+    runs.finish(runs.command("run", tmp_path, run__max_steps=16, **values), tmp_path)
+    result = runs.summary(tmp_path)
+    assert [r["step"] for r in result["eval"]] == [4, 8, 12, 16]
+    assert all(r["samples"] == 8 and r["version_max"] >= r["step"] for r in result["eval"])
+    assert result["issued"] == result["trained"] == 64  # evaluation is not part of conservation
+    best = result["eval_best"]["step"]
+    kept = {p.name for p in (tmp_path / "runs/run/checkpoints").glob("step-*")}
+    assert kept == {f"step-{best:06d}", "step-000016"}
+    assert f'"step": {best}' in (tmp_path / "runs/run/checkpoints/best.json").read_text()
