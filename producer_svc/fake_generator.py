@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +41,23 @@ def duration_s(request: Request, base_s: float, sigma: float) -> float:
 
 
 class FakeGenerator:
-    """Implements Generator; a generation lasts `base_s`, in slices between which the weights may change."""
+    """Implements Generator; a generation lasts `base_s`, in slices between which the weights may change.
 
-    def __init__(self, base_s: float = 0.0, sigma: float = 0.0) -> None:
+    `in_flight` as in ProducerConfig; without a KV cache, "keep" and "keep_cache" are the same.
+    """
+
+    def __init__(self, base_s: float = 0.0, sigma: float = 0.0, in_flight: str = "keep") -> None:
         self._base_s = base_s
         self._sigma = sigma
+        self.in_flight = in_flight
         self._weights: NDArray[np.float32] | None = None
         self._version: Version | None = None
         self._progress = 0
+        self._swaps = 0
+        self._running = 0
+        self._finishing = 0  # loads that wait until nothing runs
+        self._idle = asyncio.Event()
+        self._may_begin = asyncio.Event()
 
     async def start(self) -> None:
         """Nothing to load."""
@@ -54,6 +65,23 @@ class FakeGenerator:
     async def generate(self, request: Request) -> list[Completion]:
         if self._weights is None or self._version is None:
             raise GeneratorError("no weights yet: generate() before load()")
+        while self._finishing:
+            await self._may_begin.wait()
+        self._running += 1
+        self._idle.clear()
+        try:
+            while (completions := await self._try(request)) is None:
+                pass
+            return completions
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def _try(self, request: Request) -> list[Completion] | None:
+        """The completions; None when new weights came and in_flight = "abort"."""
+        assert self._weights is not None and self._version is not None
+        began = self._swaps
         skill = float(self._weights[SKILL])
         drafts = [draw_tokens(request, i, skill) for i in range(request.sampling.num_generations)]
         total_s = duration_s(request, self._base_s, self._sigma)
@@ -63,6 +91,8 @@ class FakeGenerator:
         for k in range(slices):
             if total_s:
                 await asyncio.sleep(total_s / slices)
+            if self.in_flight == "abort" and self._swaps != began:
+                return None
             for draft, spans, values in zip(drafts, rows, logprobs, strict=True):
                 start, end = len(draft) * k // slices, len(draft) * (k + 1) // slices
                 values[start:end] = token_logprobs(self._weights, draft[start:end])
@@ -88,8 +118,24 @@ class FakeGenerator:
                 f"the fake generator takes {WEIGHT_NAME} float32 [{SIZE}], got {staged.manifest.tensors[:3]}"
             )
         raw = np.fromfile(staged.path, dtype=np.uint8)[spec.offset : spec.offset + spec.nbytes]
-        self._weights = raw.view("<f4").astype(np.float32)
-        self._version = staged.version
+        async with self._may_swap():
+            self._weights = raw.view("<f4").astype(np.float32)
+            self._version = staged.version
+            self._swaps += 1
+
+    @asynccontextmanager
+    async def _may_swap(self) -> AsyncIterator[None]:
+        """With in_flight = "finish": nothing runs, and nothing begins meanwhile."""
+        self._finishing += 1
+        self._may_begin.clear()
+        try:
+            while self.in_flight == "finish" and self._running:
+                await self._idle.wait()
+            yield
+        finally:
+            self._finishing -= 1
+            if not self._finishing:
+                self._may_begin.set()
 
     def progress(self) -> int:
         return self._progress

@@ -32,7 +32,7 @@ def make_generator(config: Config, folder: Path) -> Generator:
     if config.producer.backend == "fake":
         from producer_svc.fake_generator import FakeGenerator
 
-        return FakeGenerator(config.producer.fake_generate_s, config.producer.fake_sigma)
+        return FakeGenerator(config.producer.fake_generate_s, config.producer.fake_sigma, config.producer.in_flight)
     if config.producer.backend == "transformers":
         from producer_svc.transformers_generator import TransformersGenerator
 

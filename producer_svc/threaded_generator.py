@@ -3,7 +3,9 @@
     event loop                         engine thread
     generate ── Add ──▶ ┐
     cancelled ─ Abort ─▶├─ commands ─▶ take ─▶ swap, if weights wait ─▶ admit ─▶ step ─▶ finished ──▶ futures
-    load ────── Swap ──▶ ┘                     (in_flight = "finish": only when nothing runs)
+    load ────── Swap ──▶ ┘                     │
+                          in_flight = "keep": KV caches are computed again · "keep_cache": they stay as they are
+                          "finish": only when nothing runs · "abort": what runs begins anew after the swap
 
 ends: on close(), or when the engine fails: then every open call and every later one raises GeneratorError.
 """
@@ -58,8 +60,8 @@ class Backend(Protocol):
     def check(self, staged: StagedWeights) -> None:
         """Refuse weights that do not fit, before anything has changed."""
 
-    def swap(self, staged: StagedWeights) -> None:
-        """Take the weights; KV caches of running requests are computed again."""
+    def swap(self, staged: StagedWeights, keep_cache: bool) -> None:
+        """Take the weights; KV caches of running requests are computed again, or stay as they are (`keep_cache`)."""
 
     def close(self) -> None:
         """Stop every process and free the memory."""
@@ -91,11 +93,14 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 class ThreadedGenerator:
-    """Implements Generator over a Backend. `make` runs in the engine thread; `in_flight` as in ProducerConfig."""
+    """Implements Generator over a Backend. `make` runs in the engine thread.
+
+    `in_flight` as in ProducerConfig; a change of it counts from the next swap on.
+    """
 
     def __init__(self, make: Callable[[], Backend], in_flight: str, start_timeout_s: float) -> None:
         self._make = make
-        self._finish_first = in_flight == "finish"
+        self.in_flight = in_flight
         self._start_timeout_s = start_timeout_s
         self._commands: SimpleQueue[Call] = SimpleQueue()
         self._keys = itertools.count()
@@ -209,7 +214,7 @@ class ThreadedGenerator:
                     state.running.pop(key).resolve(completions)
 
     def _may_begin(self, backend: Backend, call: Call) -> bool:
-        return call.kind != "swap" or not self._finish_first or not backend.busy()
+        return call.kind != "swap" or self.in_flight != "finish" or not backend.busy()
 
     @staticmethod
     def _take(backend: Backend, state: _Open, call: Call) -> None:
@@ -225,7 +230,7 @@ class ThreadedGenerator:
         try:
             if call.kind == "swap":
                 backend.check(call.value)
-                self._swap(backend, call.value)
+                self._swap(backend, state, call.value)
                 call.resolve()
             else:
                 backend.add(call.key, call.value)
@@ -236,11 +241,17 @@ class ThreadedGenerator:
             state.waiting.insert(0, call)  # so that its caller hears of the end
             raise
 
-    def _swap(self, backend: Backend, staged: StagedWeights) -> None:
+    def _swap(self, backend: Backend, state: _Open, staged: StagedWeights) -> None:
         began = time.monotonic()
-        backend.swap(staged)
+        again = list(state.running.values()) if self.in_flight == "abort" else []
+        for call in again:
+            backend.abort(call.key)
+        backend.swap(staged, self.in_flight == "keep_cache")
         self._version = staged.version
-        log.debug("version %d swapped in, %.3f s", staged.version.number, time.monotonic() - began)
+        for call in again:
+            backend.add(call.key, call.value)
+        seconds = time.monotonic() - began
+        log.debug("version %d swapped in, %.3f s, %d begin anew", staged.version.number, seconds, len(again))
 
 
 class _Open:

@@ -2,7 +2,8 @@
 
 A batch takes all waiting requests (at most producer.max_requests) and runs until its last sample ends; requests that
 come meanwhile wait for the next. Prompts are padded on the left, so all samples of a batch have the same number of
-completion tokens, and after new weights the KV cache is computed again from prompts and completions so far.
+completion tokens, and after new weights the KV cache is computed again from prompts and completions so far, unless
+it is to stay (in_flight = "keep_cache").
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class TransformersBackend:
         self._cache: Any = None  # None: to be computed from the rows
         self._logits_BV: torch.Tensor | None = None
         self._version: Version | None = None
+        self._logits_version: Version | None = None  # whose weights made the logits: the next tokens are drawn from it
 
     # --- start and end
     def open(self) -> None:
@@ -177,10 +179,11 @@ class TransformersBackend:
             logits_to_keep=1,
         )
         self._cache, self._logits_BV = output.past_key_values, output.logits[:, -1]
+        self._logits_version = self._version
 
     def _draw(self) -> None:
         """One token for every row. Rows of one request are neighbours and share how they are sampled."""
-        assert self._logits_BV is not None and self._version is not None
+        assert self._logits_BV is not None and self._logits_version is not None
         begin = 0
         while begin < len(self._rows):
             first = self._rows[begin]
@@ -190,7 +193,7 @@ class TransformersBackend:
             tokens_B = draw(logprobs_BV, torch.stack([row.draws[len(row.token_ids)] for row in rows]))
             values_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
             for row, token, value in zip(rows, tokens_B.tolist(), values_B.tolist(), strict=True):
-                row.extend(token, value, self._version)
+                row.extend(token, value, self._logits_version)
             begin = end
         self.tokens += len(self._rows)
 
@@ -222,10 +225,11 @@ class TransformersBackend:
         check_staged(staged, self._shapes, self._tied)
 
     @torch.no_grad()
-    def swap(self, staged: StagedWeights) -> None:
+    def swap(self, staged: StagedWeights, keep_cache: bool) -> None:
         state = self._model.state_dict()
         for name, tensor in map_weights(staged.path, staged.manifest).items():
             if not (self._tied and name == TIED):
                 state[name].copy_(tensor)
         self._version = staged.version
-        self._cache = None
+        if not keep_cache:
+            self._cache = None

@@ -3,6 +3,7 @@
 One step of the engine is one token for every running sample. Between two steps the thread may add and abort requests
 and replace the weights (threaded_generator.py), so nothing needs to be paused: after new weights all running requests
 are preempted, their KV cache is computed again, and the engine stamps their next tokens with the new version.
+With in_flight = "keep_cache" what has a token already goes on with its stale cache, and the rest begins anew.
 """
 
 from __future__ import annotations
@@ -91,6 +92,14 @@ def engine_arguments(
     return arguments
 
 
+class Job:
+    """A request, and its samples' outcomes."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.outcomes: list[Completion | None] = [None] * request.sampling.num_generations
+
+
 class VllmBackend:
     """Implements Backend."""
 
@@ -99,9 +108,9 @@ class VllmBackend:
         self._folder, self._model, self._producer, self._sampling = folder, model, producer, sampling
         self._running_tokens = 0
         self._engine: Any = None
-        self._jobs: dict[int, dict[int, Completion | None]] = {}  # key -> sample -> outcome
+        self._jobs: dict[int, Job] = {}
         self._versions: dict[str, Version] = {}
-        self._salt = ""
+        self._swaps = 0
 
     # --- start and end
     def open(self) -> None:
@@ -167,36 +176,43 @@ class VllmBackend:
 
     # --- requests
     def add(self, key: int, request: Request) -> None:
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
         check_request(request, self._model.max_context, self._vocab_size)
-        sampling, prompt = request.sampling, request.prompt_ids.tolist()
-        self._jobs[key] = dict.fromkeys(range(sampling.num_generations))
+        job = self._jobs[key] = Job(request)
         try:
-            # One engine request a sample: seeds of our own, and an outcome as soon as it is there.
-            for sample in self._jobs[key]:
-                params = SamplingParams(
-                    max_tokens=max_new_tokens(request, self._model.max_context),
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    seed=sample_seed(request.seed, sample),
-                    stop_token_ids=list(sampling.stop_token_ids),
-                    logprobs=0,
-                    flat_logprobs=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                # A prefix cached under other weights has another salt.
-                self._engine.add_request(f"{key}.{sample}", tokens_input(prompt, cache_salt=self._salt), params)
+            for sample in range(len(job.outcomes)):
+                self._add_sample(key, sample)
         except ValueError as error:
             self.abort(key)
             raise Refused(f"request {request.id} cannot be generated: {error}") from error
 
+    def _add_sample(self, key: int, sample: int) -> None:
+        """One engine request a sample: seeds of our own, and an outcome as soon as it is there."""
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        request = self._jobs[key].request
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=max_new_tokens(request, self._model.max_context),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sample_seed(request.seed, sample),
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # A prefix cached before a swap has another salt, also when the same version comes a second time: with
+        # keep_cache its blocks may hold the KV of two versions.
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"swap {self._swaps}")
+        self._engine.add_request(f"{key}.{sample}", prompt, params)
+
     def abort(self, key: int) -> None:
-        outcomes = self._jobs.pop(key, {})
-        self._engine.abort_request([f"{key}.{sample}" for sample, done in outcomes.items() if done is None])
+        job = self._jobs.pop(key, None)
+        if job is not None:
+            self._engine.abort_request([f"{key}.{i}" for i, done in enumerate(job.outcomes) if done is None])
         self._running_tokens = self._in_flight()
 
     def busy(self) -> bool:
@@ -208,11 +224,12 @@ class VllmBackend:
             key, sample = (int(part) for part in output.request_id.split("."))
             completion = self._completion(output.outputs[0])
             drawn += len(completion.token_ids)
-            outcomes = self._jobs[key]
+            outcomes = self._jobs[key].outcomes
             outcomes[sample] = completion
-            if all(outcomes.values()):
+            whole = [c for c in outcomes if c is not None]
+            if len(whole) == len(outcomes):
                 del self._jobs[key]
-                finished.append((key, [c for c in outcomes.values() if c is not None]))
+                finished.append((key, whole))
         self._running_tokens = self._in_flight()
         self.tokens += drawn + self._running_tokens
         return finished
@@ -235,11 +252,23 @@ class VllmBackend:
     def check(self, staged: StagedWeights) -> None:
         check_staged(staged, self._shapes, self._tied)
 
-    def swap(self, staged: StagedWeights) -> None:
+    def swap(self, staged: StagedWeights, keep_cache: bool) -> None:
         if not self._jobs:
             self._versions.clear()
-        self._salt = label(staged.version)
-        self._versions[self._salt] = staged.version
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._swaps += 1
+        begun_anew = self._forget_unbegun() if keep_cache else []
+        if not keep_cache or not self._engine.has_unfinished_requests():
+            self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.collective_rpc("nb_commit", args=(str(staged.path), staged.manifest.encode()))
-        self._engine.set_weight_version(self._salt)
+        name = label(staged.version)
+        self._versions[name] = staged.version
+        self._engine.set_weight_version(name)
+        for key, sample in begun_anew:
+            self._add_sample(key, sample)
+
+    def _forget_unbegun(self) -> list[tuple[int, int]]:
+        """Take the samples without a token out of the engine: under their old salt they would find stale prefixes."""
+        states = self._engine.output_processor.request_states.values()
+        ids = [s.external_req_id for s in states if not s.detokenizer.num_output_tokens()]
+        self._engine.abort_request(ids)
+        return [(int(key), int(sample)) for key, sample in (name.split(".") for name in ids)]

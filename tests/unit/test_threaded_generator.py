@@ -78,8 +78,8 @@ class Steps:
         if staged.version.number < 0:
             raise Refused("negative version")
 
-    def swap(self, staged: StagedWeights) -> None:
-        self._note(f"swap {staged.version.number}")
+    def swap(self, staged: StagedWeights, keep_cache: bool) -> None:
+        self._note(f"swap {staged.version.number}{' keeps the cache' if keep_cache else ''}")
 
     def close(self) -> None:
         self.events.append("close")
@@ -109,6 +109,45 @@ async def test_keep_swaps_while_requests_run() -> None:
     await asyncio.wait_for(running, WAIT_S)
     assert engine.events == ["open", "swap 0", "add 1", "swap 1", "step", "step", "step"]
     assert generator.progress() == 3
+    await generator.close()
+
+
+async def test_keep_cache_is_passed_on() -> None:
+    engine, generator = await started("keep_cache")
+    assert engine.events == ["open", "swap 0 keeps the cache"]
+    await generator.close()
+
+
+async def test_abort_begins_anew_what_runs_in_its_old_order() -> None:
+    engine, generator = await started("abort")
+    engine.gate.clear()
+    running = [asyncio.create_task(generator.generate(request(n, 2))) for n in (1, 2)]
+    await begun(engine, 2)
+    with pytest.raises(GeneratorError, match="negative version"):  # refused weights abort nothing
+        await asyncio.wait_for(generator.load(staged(-1)), WAIT_S)
+    assert "abort" not in engine.events
+    swap = asyncio.create_task(generator.load(staged(1)))
+    await asyncio.sleep(0)
+    later = asyncio.create_task(generator.generate(request(3)))
+    await asyncio.wait_for(swap, WAIT_S)
+    engine.gate.set()
+    await asyncio.wait_for(asyncio.gather(*running, later), WAIT_S)
+    told = [e for e in engine.events if e != "step"]
+    assert told == ["open", "swap 0", "add 1", "add 2", "abort", "abort", "swap 1", "add 1", "add 2", "add 3"]
+    await generator.close()
+
+
+async def test_a_call_cancelled_after_it_began_anew_is_aborted_in_the_engine() -> None:
+    engine, generator = await started("abort")
+    engine.gate.clear()
+    running = asyncio.create_task(generator.generate(request(1, 100)))
+    await begun(engine, 1)
+    await asyncio.wait_for(generator.load(staged(1)), WAIT_S)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    while engine.left:
+        await asyncio.sleep(0.001)
+    assert engine.events == ["open", "swap 0", "add 1", "abort", "swap 1", "add 1", "abort"]
     await generator.close()
 
 
