@@ -143,7 +143,10 @@ class ProducerConfig(Section):
 
 
 class SyncConfig(Section):
-    transport: Literal["gloo"] = Field("gloo", description="weight transport")
+    transport: Literal["auto", "gloo", "nccl", "ipc", "shm"] = Field(
+        "auto",
+        description="weight transport; auto: shared memory on the trainer's machine, CUDA IPC on its GPU, NCCL between GPUs, else gloo",
+    )
     bucket_mb: float = Field(32.0, gt=0, description="MiB sent in one broadcast")
     join_timeout_s: float = Field(20.0, gt=0, description="deadline of the rendezvous of a membership epoch")
     transfer_timeout_s: float = Field(30.0, gt=0, description="deadline of one bucket, verify and swap included")

@@ -45,6 +45,7 @@ def sync_settings(config: Config) -> SyncSettings:
         bucket_bytes=int(section.bucket_mb * 2**20),
         join_timeout_s=section.join_timeout_s,
         transfer_timeout_s=section.transfer_timeout_s,
+        transport=section.transport,
         interface=section.interface,
         retry_s=config.redis.retry_s,
     )

@@ -27,7 +27,13 @@ from weight_sync.staged import StagedWeights
 
 HELLO = {"schema": "1", "dtype": "float32", "tokenizer": "t", "model": "m", "transport": "gloo"}
 SETTINGS = SyncSettings(
-    bucket_bytes=64 * 1024, join_timeout_s=3.0, transfer_timeout_s=3.0, alive_ttl_s=3.0, poll_s=0.02, silent_s=1.0
+    transport="gloo",
+    bucket_bytes=64 * 1024,
+    join_timeout_s=3.0,
+    transfer_timeout_s=3.0,
+    alive_ttl_s=3.0,
+    poll_s=0.02,
+    silent_s=1.0,
 )
 PATIENCE_S = 60.0  # for what must happen soon, on a machine that is busy
 
@@ -168,10 +174,18 @@ def member_main(
         client.close()
 
 
-def publisher_main(pipe: Connection, url: str, run: str, incarnation: int, settings: SyncSettings, fault: str) -> None:
+def publisher_main(
+    pipe: Connection,
+    url: str,
+    run: str,
+    incarnation: int,
+    hello: Mapping[str, str],
+    settings: SyncSettings,
+    fault: str,
+) -> None:
     """A publisher that publishes what it is told to."""
     client = connect(url)
-    publisher = Publisher(client, Keys(run), incarnation, HELLO, settings, FAULTS[fault]())
+    publisher = Publisher(client, Keys(run), incarnation, hello, settings, FAULTS[fault]())
     publisher.start()
     try:
         while True:
@@ -255,8 +269,14 @@ class Spawner:
     ) -> Handle:
         return self._start(member_main, name, (self._run, name, hello, settings, fault, swap))
 
-    def publisher(self, incarnation: int, settings: SyncSettings = SETTINGS, fault: str = "none") -> Handle:
-        return self._start(publisher_main, f"publisher {incarnation}", (self._run, incarnation, settings, fault))
+    def publisher(
+        self,
+        incarnation: int,
+        settings: SyncSettings = SETTINGS,
+        fault: str = "none",
+        hello: Mapping[str, str] = HELLO,
+    ) -> Handle:
+        return self._start(publisher_main, f"publisher {incarnation}", (self._run, incarnation, hello, settings, fault))
 
     def _start(self, main: Callable[..., None], name: str, arguments: tuple[Any, ...]) -> Handle:
         ours, theirs = self._context.Pipe()

@@ -1,6 +1,6 @@
 """What publisher and members tell each other through the streams `sync_calls` and `sync_acks`.
 
-calls  publisher ─▶ members   Started, EpochCall, TransferCall, DropCall, RefuseCall
+calls  publisher ─▶ members   Started, EpochCall, TransferCall, ShareCall, DropCall, RefuseCall
 acks   members ─▶ publisher   Ack: joined, received, failed, free
 """
 
@@ -41,6 +41,7 @@ class EpochCall:
     sessions: Mapping[str, str]
     ranks: Mapping[str, int]
     timeout_s: float
+    transport: str = "gloo"
 
     @property
     def prefix(self) -> str:
@@ -64,6 +65,20 @@ class TransferCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareCall:
+    """A version lies in memory that the members named can read: `path`, with the manifest after the weights."""
+
+    incarnation: int
+    transfer: int
+    number: int
+    checksum: str
+    manifest_digest: str
+    total_bytes: int
+    path: str
+    sessions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class DropCall:
     """The member missed a deadline and must join again."""
 
@@ -83,8 +98,10 @@ class RefuseCall:
     reason: str
 
 
-Call = Started | EpochCall | TransferCall | DropCall | RefuseCall
-_CALLS: Mapping[str, type[Any]] = {c.__name__: c for c in (Started, EpochCall, TransferCall, DropCall, RefuseCall)}
+Call = Started | EpochCall | TransferCall | ShareCall | DropCall | RefuseCall
+_CALLS: Mapping[str, type[Any]] = {
+    c.__name__: c for c in (Started, EpochCall, TransferCall, ShareCall, DropCall, RefuseCall)
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from weight_sync.buckets import BLOCK
+from weight_sync.choice import MODES
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ class SyncSettings:
     bucket_bytes: int = 32 * 1024 * 1024  # sent in one broadcast; rounded down to whole blocks, at least one
     join_timeout_s: float = 20.0  # deadline of the rendezvous of an epoch
     transfer_timeout_s: float = 120.0  # deadline of one bucket, and of the verification after the last
+    transport: str = "auto"  # one of choice.MODES; the same on both ends
     interface: str = ""  # network interface; empty = loopback for a loopback Redis, else the way to Redis
     alive_ttl_s: float = 6.0  # a member silent for this long has left
     poll_s: float = 0.05  # longest wait between two looks at Redis
@@ -31,6 +33,8 @@ class SyncSettings:
     shm_dir: Path = Path("/dev/shm")  # noqa: S108 - memory that other processes of this machine can map
 
     def __post_init__(self) -> None:
+        if self.transport not in MODES:
+            raise ValueError(f"sync setting transport = {self.transport!r} must be one of {', '.join(MODES)}")
         for name in (
             "bucket_bytes",
             "join_timeout_s",

@@ -27,9 +27,9 @@ class BlockSums:
         self._sums = np.zeros(-(-total_bytes // BLOCK), np.int64)
         self._seen = 0
 
-    def add(self, start: int, flat_piece: torch.Tensor) -> None:
+    def add(self, start: int, flat_piece: torch.Tensor | NDArray[np.uint8]) -> None:
         """Add the bytes from `start` on: uint8 on the CPU; whole blocks, except for the end of the buffer."""
-        raw = flat_piece.numpy()
+        raw = flat_piece.numpy() if isinstance(flat_piece, torch.Tensor) else flat_piece
         if start % BLOCK or (raw.size % BLOCK and start + raw.size != self._total):
             raise ValueError(f"a piece of {raw.size} bytes at {start} does not end on a block of {BLOCK} bytes")
         whole = raw.size // BLOCK * BLOCK

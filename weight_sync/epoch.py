@@ -30,10 +30,16 @@ class EpochHost:
     """Opens and closes epochs. Used by the publisher's thread alone."""
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, incarnation: int, settings: SyncSettings, transport: Transport
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        incarnation: int,
+        settings: SyncSettings,
+        transports: Mapping[str, Transport],
     ) -> None:
         self._client, self._keys, self._incarnation = client, keys, incarnation
-        self._settings, self._transport = settings, transport
+        self._settings, self._transports = settings, transports
+        self._transport = ""
         redis_host = str(client.connection_pool.connection_kwargs.get("host", ""))
         self._address = local_address(settings.interface, redis_host)
         self._sessions: Mapping[str, str] = {}
@@ -42,23 +48,36 @@ class EpochHost:
         self.number = 0
 
     def ensure(
-        self, sessions: Mapping[str, str], manifest: bytes, stop: threading.Event, gone: Callable[[], Set[str]]
+        self,
+        transport: str,
+        sessions: Mapping[str, str],
+        manifest: bytes,
+        stop: threading.Event,
+        gone: Callable[[], Set[str]],
     ) -> Channel:
-        """The channel to exactly these members (member -> session): the open one, or a new epoch's.
+        """The channel over `transport` to exactly these members (member -> session): the open one, or a new epoch's.
 
         `gone` tells which of them have left meanwhile. Raises Absent for members that did not come, TransferFailed when the group did not form.
         """
-        if self._channel is not None and dict(self._sessions) == dict(sessions):
+        if self._channel is not None and (self._transport, dict(self._sessions)) == (transport, dict(sessions)):
             return self._channel
         self.close()
         self.number += 1
+        self._transport = transport
         began = time.monotonic()
         timeout_s = self._settings.join_timeout_s
         ranks = {name: rank for rank, name in enumerate(sorted(sessions), start=1)}
         call_prefix = f"{self._incarnation}.{self.number}"
         self._store = HostedStore(self._address, call_prefix, manifest, timeout_s)
         call = EpochCall(
-            self._incarnation, self.number, self._store.host, self._store.port, dict(sessions), ranks, timeout_s
+            self._incarnation,
+            self.number,
+            self._store.host,
+            self._store.port,
+            dict(sessions),
+            ranks,
+            timeout_s,
+            transport,
         )
         send_call(self._client, self._keys, call)
         try:
@@ -67,7 +86,8 @@ class EpochHost:
             self.close()
             raise
         self._sessions = dict(sessions)
-        log.info("epoch %d: %s, met in %.2f s", self.number, ", ".join(ranks), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        log.info("epoch %d over %s: %s, met in %.2f s", self.number, transport, ", ".join(ranks), seconds)
         assert self._channel is not None
         return self._channel
 
@@ -79,7 +99,9 @@ class EpochHost:
         if missing:
             raise Absent([name for name, rank in ranks.items() if rank in missing], timeout_s)
         self._store.go()
-        self._channel = self._transport.open(self._store.store, 0, len(ranks) + 1, self._address, timeout_s)
+        self._channel = self._transports[self._transport].open(
+            self._store.store, 0, len(ranks) + 1, self._address, timeout_s
+        )
 
     def close(self) -> None:
         """Leave the epoch: its members see their collectives fail, and wait for the next call."""

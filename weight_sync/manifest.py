@@ -27,6 +27,41 @@ class TensorSpec:
     offset: int
     nbytes: int
 
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor's place in a flat uint8 buffer."""
+        return flat[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype)).view(self.shape)
+
+    def differs_from(self, before: TensorSpec) -> str:
+        return f"{before.name} {before.dtype}{list(before.shape)} has become {self.name} {self.dtype}{list(self.shape)}"
+
+
+class Layout:
+    """A manifest in the making, from tensors in sending order; floating ones as `dtype` when it is given."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._specs: list[TensorSpec] = []
+        self._names: set[str] = set()
+        self.total_bytes = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._specs)
+
+    def add(self, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Where the next tensor lies. Refused for a name given twice and for tensors without plain memory."""
+        _check_sendable(name, tensor, self._names)
+        self._names.add(name)
+        kind = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * kind.itemsize
+        spec = TensorSpec(name, tuple(tensor.shape), str(kind).removeprefix("torch."), self.total_bytes, nbytes)
+        self._specs.append(spec)
+        self.total_bytes = _next_offset(self.total_bytes, nbytes)
+        return spec
+
+    def manifest(self) -> Manifest:
+        return Manifest(tuple(self._specs), self.total_bytes)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -41,24 +76,14 @@ class Manifest:
 
         Raises Refused for a name given twice and for tensors without plain memory (meta, sparse, quantized).
         """
-        specs: list[TensorSpec] = []
-        names: set[str] = set()
-        offset = 0
+        layout = Layout(dtype)
         for name, tensor in named:
-            _check_sendable(name, tensor, names)
-            names.add(name)
-            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            nbytes = tensor.numel() * kind.itemsize
-            specs.append(TensorSpec(name, tuple(tensor.shape), str(kind).removeprefix("torch."), offset, nbytes))
-            offset = _next_offset(offset, nbytes)
-        return cls(tuple(specs), offset)
+            layout.add(name, tensor)
+        return layout.manifest()
 
     def views(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Name -> view into the flat uint8 buffer of `total_bytes`."""
-        return {
-            s.name: flat[s.offset : s.offset + s.nbytes].view(getattr(torch, s.dtype)).view(s.shape)
-            for s in self.tensors
-        }
+        return {s.name: s.view(flat) for s in self.tensors}
 
     def encode(self) -> bytes:
         rows = [[s.name, list(s.shape), s.dtype, s.offset, s.nbytes] for s in self.tensors]
@@ -94,15 +119,6 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         return sha256(self.encode()).hexdigest()[:16]
-
-    def difference(self, other: Manifest) -> str:
-        """The first tensor that differs, for messages; '' when the manifests are equal."""
-        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
-            if mine != theirs:
-                return f"{mine.name} {mine.dtype}{list(mine.shape)} has become {theirs.name} {theirs.dtype}{list(theirs.shape)}"
-        if len(self.tensors) != len(other.tensors):
-            return f"{len(self.tensors)} tensors have become {len(other.tensors)}"
-        return ""
 
 
 def _next_offset(offset: int, nbytes: int) -> int:

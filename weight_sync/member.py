@@ -2,6 +2,7 @@
 
     register ─▶ wait for calls (Redis) ─┬─ EpochCall that names us ─▶ rendezvous ─▶ channel
                      ▲                  ├─ TransferCall ─▶ buckets ─▶ verify ─▶ staged, on_staged ─▶ ack received
+                     │                  ├─ ShareCall that names us ─▶ the publisher's memory ─▶ verify ─▶ staged, …
                      │                  ├─ DropCall for us, registration lost ─▶ register
                      │                  └─ RefuseCall for us ─▶ Refused
                      └── failed: leave the channel, ack failed, wait for the next epoch
@@ -15,14 +16,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import redis
 
 from rollout_queue.keys import Keys
 from rollout_queue.messages import Version
 from weight_sync.buckets import BLOCK, buckets
-from weight_sync.calls import Ack, Call, CallReader, DropCall, EpochCall, RefuseCall, TransferCall
+from weight_sync.calls import Ack, Call, CallReader, DropCall, EpochCall, RefuseCall, ShareCall, TransferCall
 from weight_sync.channel import Channel, SyncSettings, Transport
 from weight_sync.checksum import BlockSums
 from weight_sync.errors import Refused, SyncError, TransferFailed
@@ -34,6 +36,7 @@ from weight_sync.staged import StagedWeights
 
 log = logging.getLogger(__name__)
 
+NO_ROOM = "both places hold versions that the generator has not taken yet"
 BLOCK_S = 0.2  # longest blocking read, so that close() is seen soon
 
 
@@ -46,13 +49,13 @@ class Member:
         keys: Keys,
         name: str,
         settings: SyncSettings,
-        transport: Transport,
+        transports: Mapping[str, Transport],
         files: SharedFiles,
         reporter: Reporter,
         on_staged: Callable[[StagedWeights], None],
         stop: threading.Event,
     ) -> None:
-        self._name, self._settings, self._transport = name, settings, transport
+        self._name, self._settings, self._transports = name, settings, transports
         self._files, self._reporter, self._on_staged, self._stop = files, reporter, on_staged, stop
         self._calls = CallReader(client, keys)
         self._channel: Channel | None = None
@@ -90,6 +93,9 @@ class Member:
         elif isinstance(call, TransferCall):
             if call.epoch == self._epoch and self._channel is not None:
                 self._take_transfer(call, self._channel)
+        elif isinstance(call, ShareCall):
+            if call.sessions.get(self._name) == self._reporter.session:
+                self._take_shared(call)
         elif isinstance(call, DropCall | RefuseCall) and (call.member, call.session) == (
             self._name,
             self._reporter.session,
@@ -122,7 +128,10 @@ class Member:
             manifest = Manifest.decode(raw)
             address = local_address(self._settings.interface, call.host)
             left_s = max(0.1, end - time.monotonic())
-            self._channel = self._transport.open(store, rank, len(call.ranks) + 1, address, left_s)
+            transport = self._transports.get(call.transport)
+            if transport is None:
+                raise TransferFailed(f"the publisher chose the transport {call.transport!r}, which is unknown here")
+            self._channel = transport.open(store, rank, len(call.ranks) + 1, address, left_s)
             self._manifest = manifest
         except SyncError as error:
             self._answer_failed(call.epoch, -1, -1, error)
@@ -139,33 +148,59 @@ class Member:
 
     # --- one transfer
     def _take_transfer(self, call: TransferCall, channel: Channel) -> None:
-        began = time.monotonic()
-        version = Version(call.incarnation, call.number, call.checksum)
-        slot: Slot | None = None
-        try:
+        def receive() -> tuple[Slot, Manifest]:
             manifest = self._agreed_manifest(call)
             slot = self._files.acquire(call.total_bytes)
             if slot is None:
-                raise TransferFailed("both buffers hold versions that the generator has not taken yet")
-            self._receive(call, channel, slot)
-        except SyncError as error:
-            if slot is not None:
+                raise TransferFailed(NO_ROOM)
+            try:
+                self._receive(call, channel, slot)
+            except SyncError:
                 self._files.discard(slot)
-            self._answer_failed(call.epoch, call.transfer, call.number, error)
+                raise
+            return slot, manifest
+
+        self._take(call, call.epoch, receive)
+
+    def _take_shared(self, call: ShareCall) -> None:
+        def read() -> tuple[Slot, Manifest]:
+            self._check_newer(call)
+            slot = self._files.borrow(Path(call.path), call.total_bytes)
+            if slot is None:
+                raise TransferFailed(NO_ROOM)
+            try:
+                return slot, self._read(call, slot)
+            except SyncError:
+                self._files.discard(slot)
+                raise
+
+        self._take(call, -1, read)
+
+    def _take(self, call: TransferCall | ShareCall, epoch: int, bring: Callable[[], tuple[Slot, Manifest]]) -> None:
+        """Bring the version in, hand it over and say so; or say what failed."""
+        began = time.monotonic()
+        version = Version(call.incarnation, call.number, call.checksum)
+        try:
+            slot, manifest = bring()
+        except SyncError as error:
+            self._answer_failed(epoch, call.transfer, call.number, error)
             return
         self._files.keep(slot, version)
         self._newest = version
         seconds = time.monotonic() - began
-        self._reporter.received(version, call.epoch, seconds, call.total_bytes)
+        self._reporter.received(version, epoch, seconds, call.total_bytes)
         log.info("version %d received and verified in %.2f s", version.number, seconds)
         self._on_staged(StagedWeights(version, manifest, slot.path))
-        self._reporter.answer(Ack("", "", "received", 0, 0, call.incarnation, call.epoch, call.transfer, call.number))
+        self._reporter.answer(Ack("", "", "received", 0, 0, call.incarnation, epoch, call.transfer, call.number))
 
-    def _agreed_manifest(self, call: TransferCall) -> Manifest:
-        """The epoch's manifest, if the call is one that may be taken."""
+    def _check_newer(self, call: TransferCall | ShareCall) -> None:
         newest = self._newest
         if newest is not None and newest.incarnation == call.incarnation and call.number <= newest.number:
             raise TransferFailed(f"version {call.number} was offered after version {newest.number}")
+
+    def _agreed_manifest(self, call: TransferCall) -> Manifest:
+        """The epoch's manifest, if the call is one that may be taken."""
+        self._check_newer(call)
         manifest = self._manifest
         if manifest is None or (manifest.digest, manifest.total_bytes) != (call.manifest_digest, call.total_bytes):
             raise TransferFailed("the weights announced do not fit the epoch's manifest")
@@ -183,9 +218,27 @@ class Member:
             piece = slot.flat[start:stop]
             channel.broadcast(piece, call.timeout_s)
             sums.add(start, piece)
-        found = sums.hex(call.manifest_digest)
-        if found != call.checksum:
-            raise TransferFailed(f"version {call.number} arrived damaged: checksum {found} instead of {call.checksum}")
+        _verify(sums, call)
+
+    def _read(self, call: ShareCall, slot: Slot) -> Manifest:
+        """Verify the publisher's memory in place. Raises TransferFailed, SyncError for a manifest that is none."""
+        assert slot.reading is not None
+        manifest = Manifest.decode(slot.reading.trailer)
+        if (manifest.digest, manifest.total_bytes) != (call.manifest_digest, call.total_bytes):
+            raise TransferFailed("the publisher's memory holds other weights than were announced")
+        sums = BlockSums(call.total_bytes)
+        for start, stop in buckets(call.total_bytes, self._settings.bucket_bytes):
+            if self._stop.is_set():
+                raise TransferFailed("the receiver is closing")
+            sums.add(start, slot.reading.raw[start:stop])
+        _verify(sums, call)
+        return manifest
+
+
+def _verify(sums: BlockSums, call: TransferCall | ShareCall) -> None:
+    found = sums.hex(call.manifest_digest)
+    if found != call.checksum:
+        raise TransferFailed(f"version {call.number} arrived damaged: checksum {found} instead of {call.checksum}")
 
 
 def newest_epoch_only(calls: list[Call]) -> list[Call]:

@@ -174,6 +174,7 @@ class MemberView:
     """One session of a member, as the publisher sees it."""
 
     record: Record
+    transports: list[str] = field(default_factory=lambda: ["gloo"])  # that it can use, the best first
     acked: int = -1  # newest version number of this incarnation that it received
     free: int = 2
     order: int = -1  # of the newest ack that was taken in

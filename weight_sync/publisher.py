@@ -17,14 +17,18 @@ import torch
 
 from rollout_queue.keys import Keys
 from rollout_queue.messages import Version
+from weight_sync.attendance import Attendance
 from weight_sync.calls import Started, send_call
 from weight_sync.channel import SyncSettings, Transport
+from weight_sync.choice import SHM
 from weight_sync.errors import ChannelClosed, SyncError
-from weight_sync.gloo_channel import GlooTransport
 from weight_sync.ledger import VersionLedger
 from weight_sync.redis_io import OUTAGES, Outage
+from weight_sync.regions import Region
 from weight_sync.sender import Sender
+from weight_sync.shm_files import clean, region_path
 from weight_sync.staging import StagingArea
+from weight_sync.transports import facts, make_transports
 
 log = logging.getLogger(__name__)
 
@@ -41,29 +45,35 @@ class Publisher:
         settings: SyncSettings | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """`client` returns bytes. `hello` is compared with every member's (membership.mismatch).
+        """`client` returns bytes. `hello` is compared with every member's (membership.mismatch); `transport` replaces
+        the one of its name.
 
         SyncError when `settings.interface` is not there.
         """
         self._client, self._keys, self._incarnation = client, keys, incarnation
         self._settings = settings or SyncSettings()
         self._dtype = _dtype(hello)
-        self._staging = StagingArea()
+        mode = self._settings.transport
+        self._staging = StagingArea(self._make_region)
         self._ledger = VersionLedger(incarnation)
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._error: BaseException | None = None
+        own = facts(mode)
+        self._there = Attendance(client, keys, incarnation, hello, own, self._settings, self._ledger, self._stop)
         self._sender = Sender(
             client,
             keys,
             incarnation,
-            hello,
             self._settings,
-            transport or GlooTransport(),
+            {**make_transports(), **({transport.name: transport} if transport else {})},
+            self._there,
             self._staging,
             self._ledger,
             self._stop,
         )
+        if mode in (SHM, "auto"):
+            clean(self._settings.shm_dir)
         self._thread = threading.Thread(target=self._run, name="weight publisher", daemon=True)
 
     # --- life
@@ -80,6 +90,7 @@ class Publisher:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 log.warning("the weight publisher still waits for a member and is left behind after %g s", timeout_s)
+        self._staging.close()
 
     def healthy(self) -> bool:
         """Does the thread serve?"""
@@ -131,7 +142,7 @@ class Publisher:
     # --- for the live view
     def members(self) -> dict[str, int]:
         """Fresh, accepted members -> the newest version each has received (−1: none yet)."""
-        return {name: view.acked for name, view in list(self._sender.roster.members.items()) if view.usable}
+        return {name: view.acked for name, view in list(self._there.roster.members.items()) if view.usable}
 
     def status(self) -> dict[str, Any]:
         return {
@@ -141,6 +152,13 @@ class Publisher:
             "healthy": self.healthy(),
             **self._sender.status(),
         }
+
+    def _make_region(self) -> Region:
+        """Memory for a version, which members on this machine can read where the mode allows it."""
+        mode = self._settings.transport
+        if mode not in (SHM, "auto"):
+            return Region(None)
+        return Region(region_path(self._settings.shm_dir, self._keys.run), must_share=mode == SHM)
 
     # --- the thread
     def _run(self) -> None:

@@ -16,13 +16,14 @@ import redis
 from rollout_queue.keys import Keys
 from rollout_queue.messages import Version
 from weight_sync.channel import SyncSettings, Transport
+from weight_sync.choice import SHM, shm_offer
 from weight_sync.errors import Refused, SyncError
-from weight_sync.gloo_channel import GlooTransport
 from weight_sync.member import Member
 from weight_sync.redis_io import OUTAGES, Outage
 from weight_sync.reporter import Reporter
 from weight_sync.shm_files import SharedFiles
 from weight_sync.staged import StagedWeights
+from weight_sync.transports import facts, make_transports
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +43,22 @@ class Receiver:
     ) -> None:
         """`client` returns bytes. `on_staged` is called in the receiver's thread and should return soon.
 
-        A version whose file is still to be read has to be answered by `swapped` before a third one can arrive.
+        `transport` replaces the one of its name. A version whose file is still to be read has to be answered by `swapped` before a third one can arrive.
         """
         self._settings = settings
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._files = SharedFiles(settings.shm_dir, keys.run, member)
-        self._reporter = Reporter(client, keys, member, hello, settings, self._files)
+        offers = facts(settings.transport)
+        if settings.transport in (SHM, "auto"):
+            offers |= shm_offer(self._files.token())
+        self._reporter = Reporter(client, keys, member, {**hello, **offers}, settings, self._files)
         self._member = Member(
             client,
             keys,
             member,
             settings,
-            transport or GlooTransport(),
+            {**make_transports(), **({transport.name: transport} if transport else {})},
             self._files,
             self._reporter,
             on_staged,

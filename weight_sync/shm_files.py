@@ -1,6 +1,6 @@
-"""The receiver's two files in shared memory, and which of them may be written.
+"""The receiver's two places for versions: files of its own in shared memory, or the publisher's memory, read in place.
 
-    free ─acquire─▶ receiving ─keep─▶ staged ─swapped─▶ free        (receiving ─discard─▶ free)
+    free ─acquire or borrow─▶ receiving ─keep─▶ staged ─swapped─▶ free        (receiving ─discard─▶ free)
 
 A live file is locked (flock), whatever the pid namespace, so what is left of dead processes is told apart and removed.
 """
@@ -8,7 +8,6 @@ A live file is locked (flock), whatever the pid namespace, so what is left of de
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import mmap
@@ -23,6 +22,7 @@ import torch
 
 from rollout_queue.messages import Version
 from weight_sync.errors import SyncError
+from weight_sync.regions import Reading, make_file, reserve
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ FILES = 2
 
 @dataclass(slots=True)
 class Slot:
-    """One file. `version` is set while it is staged; `turn` tells which was filled last."""
+    """One place. `version` is set while it is staged; `turn` tells which was filled last."""
 
     path: Path
     descriptor: int = -1
@@ -41,6 +41,14 @@ class Slot:
     version: Version | None = None
     busy: bool = False
     turn: int = 0
+    reading: Reading | None = None  # the publisher's memory, while it takes the place of the file
+
+    def empty(self) -> None:
+        """Nothing in it is needed any more."""
+        self.busy, self.version = False, None
+        if self.reading is not None:
+            self.reading.release()
+            self.reading = None
 
 
 class SharedFiles:
@@ -50,6 +58,7 @@ class SharedFiles:
         stem = "-".join((PREFIX, _plain(run), _plain(member), str(os.getpid()), secrets.token_hex(3)))
         self._lock = threading.Lock()
         self._slots = [Slot(folder / f"{stem}-{i}") for i in range(FILES)]
+        self._token = Slot(folder / f"{stem}-token")
         self._turn = 0
         self._last_swapped: Version | None = None
         clean(folder)
@@ -66,19 +75,39 @@ class SharedFiles:
         Raises SyncError when the memory is not there: it is reserved now, since a write to a full tmpfs kills the process.
         """
         with self._lock:
-            free = sorted((s for s in self._slots if not s.busy), key=lambda s: s.turn)
-            if not free:
+            slot = self._oldest_free()
+            if slot is None:
                 return None
-            slot = free[0]
             if slot.flat is None or slot.size != size:
                 _open(slot, size)
-            slot.busy, slot.version = True, None
+            slot.busy = True
             return slot
+
+    def borrow(self, path: Path, size: int) -> Slot | None:
+        """The publisher's memory of `size` bytes instead of a file of ours; None as for acquire(). TransferFailed when it is gone."""
+        with self._lock:
+            slot = self._oldest_free()
+            if slot is None:
+                return None
+            _remove(slot)
+            slot.reading = Reading(path, slot.path, size)
+            slot.busy = True
+            return slot
+
+    def token(self) -> Path:
+        """An empty file that lives as long as we do, made once."""
+        with self._lock:
+            if self._token.descriptor < 0:
+                self._token.descriptor = make_file(self._token.path, fcntl.LOCK_EX)
+            return self._token.path
+
+    def _oldest_free(self) -> Slot | None:
+        return min((s for s in self._slots if not s.busy), key=lambda s: s.turn, default=None)
 
     def discard(self, slot: Slot) -> None:
         """What was received is of no use."""
         with self._lock:
-            slot.busy, slot.version = False, None
+            slot.empty()
 
     def keep(self, slot: Slot, version: Version) -> None:
         """The file holds `version` now, until swapped()."""
@@ -99,13 +128,14 @@ class SharedFiles:
                 raise SyncError(f"version {version.number} was reported as swapped in, but is not staged here")
             for slot in self._slots:
                 if slot.version is not None and slot.turn <= taken.turn:
-                    slot.busy, slot.version = False, None
+                    slot.empty()
             self._last_swapped = version
 
     def close(self) -> None:
         """Remove the files; an engine that has them mapped keeps its mapping."""
         with self._lock:
-            for slot in self._slots:
+            for slot in (*self._slots, self._token):
+                slot.empty()
                 _remove(slot)
 
 
@@ -130,26 +160,27 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]", "_", text)[:64]
 
 
+def region_path(folder: Path, run: str) -> Path:
+    """A new name for memory that a publisher shares; clean() knows it."""
+    return folder / "-".join((PREFIX, _plain(run), "trainer", str(os.getpid()), secrets.token_hex(6)))
+
+
 def _open(slot: Slot, size: int) -> None:
     _remove(slot)
     length = max(1, size)
-    unlocked = slot.path.with_name(f".{slot.path.name}")  # clean() does not look at it before it is locked
+    slot.descriptor = make_file(slot.path, fcntl.LOCK_EX)
     try:
-        slot.descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(slot.path)
-        os.posix_fallocate(slot.descriptor, 0, length)
-    except OSError as error:
+        reserve(slot.descriptor, length, slot.path)
+    except SyncError:
         _remove(slot)
-        hint = "; give the container more with --shm-size" if error.errno == errno.ENOSPC else ""
-        raise SyncError(f"cannot reserve {length / 2**20:.0f} MiB in {slot.path}: {error.strerror}{hint}") from error
+        raise
     mapped = mmap.mmap(slot.descriptor, length)
     slot.flat = torch.frombuffer(mapped, dtype=torch.uint8)[:size]  # the tensor keeps the mapping alive
     slot.size = size
 
 
 def _remove(slot: Slot) -> None:
-    slot.flat, slot.size, slot.version = None, 0, None
+    slot.flat, slot.size = None, 0
     if slot.descriptor >= 0:
         os.close(slot.descriptor)
         slot.descriptor = -1

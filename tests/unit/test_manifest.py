@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weight_sync.errors import Refused, SyncError
-from weight_sync.manifest import ALIGNMENT, Manifest, TensorSpec
+from weight_sync.manifest import ALIGNMENT, Manifest
 
 NAMED = [
     ("w", torch.arange(6, dtype=torch.float32).view(2, 3)),
@@ -98,11 +98,3 @@ def test_a_name_given_twice_is_refused() -> None:
 def test_what_is_not_a_manifest_is_an_error_of_ours(raw: bytes) -> None:
     with pytest.raises(SyncError, match="not a weight manifest"):
         Manifest.decode(raw)
-
-
-def test_the_difference_names_the_first_tensor() -> None:
-    one = Manifest((TensorSpec("w", (1,), "float32", 0, 4),), 64)
-    other = Manifest((TensorSpec("w", (2,), "float32", 0, 8),), 64)
-    assert one.difference(other) == "w float32[1] has become w float32[2]"
-    assert one.difference(Manifest((), 0)) == "1 tensors have become 0"
-    assert one.difference(one) == ""

@@ -155,7 +155,7 @@ def test_memory_that_is_not_there_is_an_error_and_not_a_crash(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
     assert fill(files, 1).exists()
     files.close()
-    with pytest.raises(SyncError, match="cannot reserve"):
+    with pytest.raises(SyncError, match="cannot make"):
         SharedFiles(tmp_path / "missing", "run", "member").acquire(1)
 
 
