@@ -108,9 +108,9 @@ def prune(root: Path, keep: int, protected: Collection[int] = ()) -> None:
         raise ValueError(f"keep must be at least 1, got {keep}")
     kept = 0
     for folder in reversed(_folders(root)):
-        if int(folder.name.removeprefix("step-")) in protected:
-            continue
         if kept >= keep:
+            if int(folder.name.removeprefix("step-")) in protected:
+                continue
             try:
                 _delete(folder)
             except OSError as error:
