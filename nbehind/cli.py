@@ -137,16 +137,16 @@ def demo_command(arguments: Arguments) -> int:
 
 
 def producer_command(arguments: Arguments) -> int:
-    die_with_parent()
-    config, url = _service_start(arguments, arguments.name or f"producer-{arguments.index}")
+    supervised = die_with_parent()
+    config, url = _service_start(arguments, arguments.name or f"producer-{arguments.index}", supervised)
     from producer_svc.main import main as producer_main
 
     return producer_main(config, url, arguments.index, arguments.name)
 
 
 def trainer_command(arguments: Arguments) -> int:
-    die_with_parent()
-    config, url = _service_start(arguments, "trainer")
+    supervised = die_with_parent()
+    config, url = _service_start(arguments, "trainer", supervised)
     from trainer_svc.main import main as trainer_main
 
     return trainer_main(config, url, arguments.resume)
@@ -210,8 +210,8 @@ def _what_to_run(arguments: Arguments) -> tuple[Path, list[str], Mode]:
     return Path(arguments.config), overrides, "resume"
 
 
-def _service_start(arguments: Arguments, service: str) -> tuple[Config, str]:
-    """Config and Redis URL of a service; both are checked."""
+def _service_start(arguments: Arguments, service: str, supervised: bool) -> tuple[Config, str]:
+    """Config and Redis URL of a service; both are checked. A supervised one may start while its Redis restarts."""
     from nbehind.launch import check_redis
 
     config = load_config(arguments.config, [*arguments.set, *_redis_override(arguments)])
@@ -222,7 +222,7 @@ def _service_start(arguments: Arguments, service: str) -> tuple[Config, str]:
         if not known.is_file():
             raise InputError(f"no Redis is known for run {config.run.name}: give --redis URL (without a password)")
         url = known.read_text().strip()
-    check_redis(config, url)
+    check_redis(config, url, config.redis.retry_s if supervised else 0.0)
     return config, url
 
 

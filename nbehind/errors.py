@@ -72,9 +72,11 @@ def exit_code_of(error: BaseException) -> int:
 
 def expected_errors() -> tuple[type[BaseException], ...]:
     """Every error that ends a command with one line instead of a traceback."""
+    from redis.exceptions import RedisError
+
     from producer_svc.errors import ProducerError
     from rollout_queue.errors import QueueError
     from trainer_svc.errors import TrainerError
     from weight_sync.errors import SyncError
 
-    return (NbehindError, QueueError, ProducerError, TrainerError, SyncError, OSError)
+    return (NbehindError, QueueError, ProducerError, TrainerError, SyncError, RedisError, OSError)

@@ -125,10 +125,10 @@ def show_result(folder: RunFolder, *, as_json: bool) -> int:
     return EXIT_OK
 
 
-def check_redis(config: Config, url: str) -> None:
-    """InputError unless the server is there, lets us in, and keeps what it is given."""
+def check_redis(config: Config, url: str, retry_s: float = 0.0) -> None:
+    """InputError unless the server is there within `retry_s`, lets us in, and keeps what it is given."""
     try:
-        open_client(config, url).close()
+        open_client(config, url, retry_s).close()
     except (ConnectionRefused, UnsuitableRedis) as error:
         raise InputError(str(error)) from None
 

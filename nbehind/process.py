@@ -50,8 +50,8 @@ def service_env(threads: int, base: Mapping[str, str] | None = None) -> dict[str
     return env
 
 
-def die_with_parent() -> None:
-    """SIGTERM this process, once, when the supervisor that started it dies; without one, do nothing.
+def die_with_parent() -> bool:
+    """SIGTERM this process, once, when the supervisor that started it dies; without one, do nothing and return False.
 
     To be called first thing in the child, in its main thread. The kernel repeats the parent's death signal for every
     thread of the parent, and a second SIGTERM means "at once" here: so it sends SIGHUP, of which one becomes SIGTERM.
@@ -59,7 +59,7 @@ def die_with_parent() -> None:
     """
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if not parent:
-        return
+        return False
     passed_on = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -73,6 +73,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
     if os.getppid() != int(parent):  # it died before the line above
         sys.exit(128 + signal.SIGTERM)
+    return True
 
 
 def describe_exit(code: int) -> str:

@@ -11,8 +11,8 @@ from rollout_queue.redis_queue import RedisQueue
 from weight_sync.channel import SyncSettings
 
 
-def open_client(config: Config, redis_url: str) -> redis.Redis:
-    """A checked connection to the run's Redis."""
+def open_client(config: Config, redis_url: str, retry_s: float = 0.0) -> redis.Redis:
+    """A checked connection to the run's Redis; a server that is away is waited for `retry_s` seconds."""
     section = config.redis
     client = connect(
         redis_url,
@@ -20,13 +20,13 @@ def open_client(config: Config, redis_url: str) -> redis.Redis:
         password=resolve_password(section.password_env, section.password_file),
         tls_ca=section.tls_ca,
     )
-    check_server(client)
+    check_server(client, retry_s)
     return client
 
 
 def open_queue(config: Config, redis_url: str) -> tuple[redis.Redis, Keys, RedisQueue]:
     """Client, keys and queue of the run."""
-    client = open_client(config, redis_url)
+    client = open_client(config, redis_url, config.redis.retry_s)
     keys = Keys(config.run.name)
     queue = RedisQueue(
         client,

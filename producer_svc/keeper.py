@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from redis.exceptions import RedisError
+
 from rollout_queue.errors import QueueError
 from rollout_queue.messages import Lease
 from rollout_queue.queue import ProducerQueue
@@ -37,7 +39,7 @@ class Keeper:
         self._lost: list[Lease] = []
         self._beat_at = time.monotonic()
         self._ended = ""
-        self._error: QueueError | None = None
+        self._error: QueueError | RedisError | None = None
         self._stop = threading.Event()
         self._first = queue.state()
         self._began_at = self._trainer_seen_at = time.monotonic()
@@ -72,9 +74,11 @@ class Keeper:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=HEARTBEAT_TTL_S)
+        if self._error is not None:
+            return  # Redis is away or refuses us: leases and heartbeat run out by themselves
         try:
             self._queue.leave(self._name)
-        except QueueError as error:
+        except (QueueError, RedisError) as error:
             log.warning("could not sign off: %s", error)
 
     # --- the thread
@@ -82,7 +86,7 @@ class Keeper:
         while not self._stop.wait(min(2.0, self._lease_s / 4)):
             try:
                 self._round()
-            except QueueError as error:
+            except (QueueError, RedisError) as error:
                 self._error = error
                 return
 

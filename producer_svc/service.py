@@ -27,7 +27,7 @@ from producer_svc.generation import Refused
 from producer_svc.generator import Completion, Generator
 from producer_svc.keeper import Keeper
 from producer_svc.telemetry import Telemetry
-from rollout_queue.errors import OutOfMemory, QueueError
+from rollout_queue.errors import OutOfMemory, QueueError, TooLarge
 from rollout_queue.messages import CommitResult, Group, Lease, Version
 from rollout_queue.queue import ProducerQueue
 from weight_sync.staged import StagedWeights
@@ -193,7 +193,7 @@ class ProducerService:
             self._telemetry.committed(result, group, time.monotonic() - start)
         except TimeoutError:
             await self._give_back(lease, f"generation took longer than producer.request_timeout_s = {timeout_s:g} s")
-        except (RewardError, Refused) as error:
+        except (RewardError, Refused, TooLarge) as error:
             await self._give_back(lease, str(error))
         except GeneratorError:  # ends this producer; not the request's fault
             await self._return(lease)

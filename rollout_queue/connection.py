@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
@@ -16,10 +16,12 @@ from redis.connection import parse_url
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterDownError,
     NoPermissionError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.retry import Retry
 
@@ -34,7 +36,15 @@ _TELL_S = 10.0  # between two log lines about a lost connection
 _OLDEST_SERVER = (6, 2)
 _URL_OPTIONS = frozenset({"db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"})
 _URL_PARTS = frozenset({"host", "port", "path", "username", "password", "connection_class"})
-_TRANSIENT = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, ReadOnlyError)
+_TRANSIENT = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    ReadOnlyError,
+    ClusterDownError,
+    TryAgainError,
+)
+# What a server says while it is loading, failing over, saving with trouble or running somebody's long script.
+_PASSING = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
 _PERMANENT = (AuthenticationError, AuthorizationError)  # redis-py counts them as connection errors
 
 
@@ -119,13 +129,28 @@ def server_name(client: redis.Redis) -> str:
     return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
 
 
-def check_server(client: redis.Redis) -> None:
-    """Raise ConnectionRefused or UnsuitableRedis unless the server answers and keeps what it is given."""
+class _Replica(ReadOnlyError):
+    """The server does not take writes, which may pass when another one is promoted."""
+
+
+def check_server(client: redis.Redis, retry_s: float = 0.0) -> None:
+    """Raise ConnectionRefused or UnsuitableRedis unless the server answers and keeps what it is given.
+
+    A server that is away, loading or a replica is waited for `retry_s` seconds.
+    """
     try:
-        client.ping()
-        server, memory, role = client.info("server"), client.info("memory"), client.info("replication")
+        repeat(client, lambda: _check_once(client), retry_s)
+    except ConnectionRefused as error:
+        if isinstance(error.__cause__, _Replica):
+            raise UnsuitableRedis(str(error.__cause__)) from None
+        raise
     except RedisError as error:
         raise refused(client, error) from error
+
+
+def _check_once(client: redis.Redis) -> None:
+    client.ping()
+    server, memory, role = client.info("server"), client.info("memory"), client.info("replication")
     where = server_name(client)
     version = str(server.get("redis_version", "0"))  # Valkey reports the Redis version that it is compatible with
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -138,7 +163,7 @@ def check_server(client: redis.Redis) -> None:
             "run `CONFIG SET maxmemory-policy noeviction`"
         )
     if role.get("role", "master") != "master":
-        raise UnsuitableRedis(f"Redis at {where} is a replica, which refuses writes: give the address of its primary")
+        raise _Replica(f"Redis at {where} is a replica, which refuses writes: give the address of its primary")
 
 
 def refused(client: redis.Redis, error: Exception) -> ConnectionRefused:
@@ -164,22 +189,42 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, ResponseError) and ("OOM command" in text or "used memory > 'maxmemory'" in text)
 
 
-def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float) -> T:
+def passing(error: Exception) -> bool:
+    """Is it worth trying again: a lost connection, or a server that cannot answer just now?"""
+    if isinstance(error, _PERMANENT):
+        return False
+    return isinstance(error, _TRANSIENT) or (
+        isinstance(error, ResponseError) and str(error).partition(" ")[0].rstrip(":") in _PASSING
+    )
+
+
+class Outage:
+    """Since when (monotonic seconds) no call of a service has been answered; None while they are. Shared by its threads,
+    so that all give up together and none begins to wait anew."""
+
+    since: float | None = None
+
+
+def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float, outage: Outage | None = None) -> T:
     """Run `call`, which must be safe to repeat, until it gets an answer.
 
     A lost connection is retried with backoff for `retry_s` seconds, then ConnectionRefused. A full server raises
     OutOfMemory, refused credentials raise ConnectionRefused at once.
     """
+    outage = outage or Outage()
     deadline = time.monotonic() + retry_s
     delay, told = 0.05, float("-inf")
     while True:
         try:
-            return call()
-        except _PERMANENT as error:
-            raise refused(client, error) from error
-        except _TRANSIENT as error:
+            answer = call()
+            outage.since = None
+            return answer
+        except RedisError as error:
+            if not passing(error):
+                _give_up(client, error)
             now = time.monotonic()
-            left = deadline - now
+            since = outage.since = outage.since or now
+            left = min(deadline, since + retry_s) - now
             if left <= 0:
                 raise refused(client, error) from error
             if now - told > _TELL_S:
@@ -189,9 +234,12 @@ def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float) -> T:
                 client.connection_pool.disconnect()
             time.sleep(min(delay, left))
             delay = min(delay * 2, 2.0)
-        except ResponseError as error:
-            if out_of_memory(error):
-                raise OutOfMemory(f"Redis at {server_name(client)} is full (maxmemory): {_line(error)}") from error
-            if isinstance(error, NoPermissionError) or "NOAUTH" in str(error):
-                raise refused(client, error) from error
-            raise
+
+
+def _give_up(client: redis.Redis, error: RedisError) -> NoReturn:
+    """Raise what an error that will not pass is to the caller."""
+    if out_of_memory(error):
+        raise OutOfMemory(f"Redis at {server_name(client)} is full (maxmemory): {_line(error)}") from error
+    if isinstance(error, (*_PERMANENT, NoPermissionError)) or "NOAUTH" in str(error):
+        raise refused(client, error) from error
+    raise error

@@ -24,7 +24,7 @@ class Keys:
     # --- queue
     @property
     def run_state(self) -> str:
-        """Hash: incarnation, published, floor, ended."""
+        """Hash: incarnation, published, floor, ended, refused (bodies that could not be set)."""
         return self._key("state")
 
     @property

@@ -104,8 +104,11 @@ if mine and r.state == 'd' then return 'DUP' end
 if tonumber(redis.call('HGET', STATE, 'incarnation') or '0') > inc then return 'FENCED' end
 if not r or r.state == 'x' then return 'GONE' end
 if not mine or r.state ~= 'l' then return 'FENCED' end
-if redis.call('EXISTS', KEYS[6]) == 0 then return 'NOBODY' end
 full_memory_is_fine()
+if redis.call('EXISTS', KEYS[6]) == 0 then
+  redis.call('HINCRBY', STATE, 'refused', 1)  -- most likely for want of memory: the trainer looks here
+  return 'NOBODY'
+end
 local entry = redis.call('XADD', ROLLOUTS, '*', 'group', id .. '|' .. ARGV[2] .. '|' .. ARGV[3], 'header', header)
 drop(REQUESTS, PRODUCERS, r.entry)
 r.state, r.entry = 'd', entry

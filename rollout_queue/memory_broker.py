@@ -58,6 +58,7 @@ class MemoryBroker:
             self.bodies: dict[str, bytes] = {}
             self.alive: dict[str, float] = {}
             self.infos: dict[str, dict[str, str]] = {}
+            self.refused = 0  # groups, for want of memory
             self.dead.clear()
 
     def is_alive(self, name: str) -> bool:

@@ -45,6 +45,7 @@ class MemoryQueue(HeartbeatArguments):
         self._max_body_bytes = max_body_bytes
         self._keys = Keys("memory")
         self._incarnation, self._published, self._floor, self._last = 0, -1, 0, 0
+        self._refused_seen = 0
         self.malformed = 0
 
     # ------------------------------------------------------------------------------------------------ trainer
@@ -132,6 +133,11 @@ class MemoryQueue(HeartbeatArguments):
                 if known and resolved and (known.attempt == attempt or known.entry == entry):
                     del broker.open[item.id]
 
+    def memory_full(self) -> bool:
+        with self.broker.changed:
+            before, self._refused_seen = self._refused_seen, self.broker.refused
+            return self._refused_seen > before
+
     def withdraw(self, ids: Iterable[RequestId]) -> None:
         broker = self.broker
         with broker.changed:
@@ -202,6 +208,7 @@ class MemoryQueue(HeartbeatArguments):
             if known is None or known.state != "leased":
                 return CommitResult.FENCED
             if broker.max_bytes is not None and sum(map(len, broker.bodies.values())) + len(body) > broker.max_bytes:
+                broker.refused += 1
                 raise OutOfMemory(f"the queue is full ({broker.max_bytes} bytes)")
             broker.bodies[self._keys.body(group.id, group.incarnation, group.attempt)] = body
             broker.deliver(known, Entry(group.id, group.incarnation, group.attempt, data=header))

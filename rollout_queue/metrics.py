@@ -52,6 +52,7 @@ class TrainerMetrics:
         self.checkpoint_seconds = Histogram(
             "nbehind_trainer_checkpoint_seconds", "Seconds of a checkpoint.", buckets=SECONDS_BUCKETS, registry=registry
         )
+        self.stalled_seconds = gauge("stalled_seconds", "Seconds without a step past run.stall_s, 0 while steps come.")
         self.tokens = counter("tokens_total", "Completion tokens trained.")
         self.reward_mean = gauge("reward_mean", "Mean reward of the newest step.")
         self.loss = gauge("loss", "Loss of the newest step.")

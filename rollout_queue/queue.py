@@ -76,6 +76,10 @@ class TrainerQueue(Protocol):
         """Ack and delete consumed deliveries: stream entry, body and open mark. Works when memory is full."""
         ...
 
+    def memory_full(self) -> bool:
+        """Was a request or a group refused for want of memory since the last call?"""
+        ...
+
     def withdraw(self, ids: Iterable[RequestId]) -> None:
         """Forget open requests: later commits of theirs answer GONE."""
         ...

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import redis
 from redis.client import Pipeline
 
-from rollout_queue.connection import MAX_BLOCK_S, repeat
+from rollout_queue.connection import MAX_BLOCK_S, Outage, repeat
 from rollout_queue.exchange import Command, get_values
 from rollout_queue.keys import Keys
 from rollout_queue.messages import RunState
@@ -37,6 +37,7 @@ class RedisSide:
         self._max_body_bytes = max_body_bytes
         self._body_ttl_s = body_ttl_s
         self._retry_s = retry_s
+        self._outage = Outage()
         self._base_keys = [keys.run_state, keys.open, keys.requests, keys.rollouts, keys.dead]
 
     def state(self) -> RunState:
@@ -49,7 +50,7 @@ class RedisSide:
         return RunState(int(inc or 0), published, int(floor or 0), text(ended or b""), bool(alive))
 
     def _repeat(self, call: Callable[[], T]) -> T:
-        return repeat(self._client, call, self._retry_s)
+        return repeat(self._client, call, self._retry_s, self._outage)
 
     def _run(
         self, script: Script, args: list[Any], extra_keys: Sequence[str] = (), first: Command | None = None

@@ -13,7 +13,7 @@ from redis.client import Pipeline
 
 from rollout_queue import scripts
 from rollout_queue.codec import Buffer, decode_group, decode_header, encode_request
-from rollout_queue.errors import Fenced, MessageError, QueueError
+from rollout_queue.errors import Fenced, MessageError, OutOfMemory, QueueError
 from rollout_queue.exchange import Command
 from rollout_queue.messages import DeadLetter, DeadNotice, Group, GroupHeader, OpenState, Request, RequestId
 from rollout_queue.redis_base import RedisSide, milliseconds, text
@@ -34,6 +34,8 @@ class RedisTrainerSide(RedisSide):
     _published = -1
     _floor = 0
     _last = "0-0"  # newest rollout entry that poll has returned
+    _refused_seen = 0
+    _issue_refused = False
     malformed = 0
 
     def claim(self, at_least: int) -> int:
@@ -66,7 +68,11 @@ class RedisTrainerSide(RedisSide):
                     request.failures,
                     encode_request(request),
                 ]
-            self._guarded(scripts.ISSUE, args)
+            try:
+                self._guarded(scripts.ISSUE, args)
+            except OutOfMemory:
+                self._issue_refused = True
+                raise
 
     def poll(self, block_s: float, count: int = 64) -> list[GroupHeader | DeadNotice]:
         deadline = time.monotonic() + block_s
@@ -113,6 +119,13 @@ class RedisTrainerSide(RedisSide):
                 if isinstance(item, GroupHeader):
                     bodies.append(self._keys.body(item.id, item.incarnation, item.attempt))
             self._guarded(scripts.RELEASE, args, bodies)
+
+    def memory_full(self) -> bool:
+        found: Any = self._repeat(lambda: self._client.hget(self._keys.run_state, "refused"))
+        before, self._refused_seen = self._refused_seen, int(found or 0)
+        full = self._issue_refused or self._refused_seen > before
+        self._issue_refused = False
+        return full
 
     def withdraw(self, ids: Iterable[RequestId]) -> None:
         for batch in _batches(list(ids), _RELEASE_BATCH):

@@ -41,11 +41,11 @@ class Script:
         """The script's answer; `first` is a command that goes before it in the same round trip."""
         call = ("EVALSHA", self.sha, len(keys), *keys, *args)
         *before, answer = exchange(client, first, call) if first else exchange(client, call)
+        if isinstance(answer, redis.exceptions.NoScriptError):  # also after a refused `first`: COMMIT counts those
+            (answer,) = exchange(client, ("EVAL", self.text, len(keys), *keys, *args))
         for error in before:
             if isinstance(error, Exception):
                 raise error
-        if isinstance(answer, redis.exceptions.NoScriptError):
-            (answer,) = exchange(client, ("EVAL", self.text, len(keys), *keys, *args))
         if isinstance(answer, Exception):
             raise answer
         return answer

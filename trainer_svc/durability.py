@@ -7,6 +7,7 @@ step done ─▶ due? ─▶ snapshot (a copy in memory) ─▶ saver thread ─
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ from trainer_svc.saver import Saver
 from weight_sync.publisher import Publisher
 
 log = logging.getLogger(__name__)
+
+RELIEF_S = 1.0  # between two looks at whether Redis is full
+ENTRY_BYTES = 1024  # what Redis and this process hold of a group besides body and header
 
 
 class Durability:
@@ -45,6 +49,7 @@ class Durability:
         self._fence = fence
         self._covered = 0  # the first so many retained groups are covered by the checkpoint being written
         self._owed = False  # one was due while another was still being written
+        self._relieved_at = float("-inf")
         self.saved_step = -1
 
     def after_step(self, step: int) -> None:
@@ -68,6 +73,23 @@ class Durability:
 
     def close(self) -> None:
         self._saver.close()
+
+    def relieve(self) -> None:
+        """Called while the trainer waits: free what has become durable and, when Redis is full, the older half of the rest."""
+        if time.monotonic() - self._relieved_at < RELIEF_S:
+            return
+        self._relieved_at = time.monotonic()
+        self._collect(self._saver.finished())
+        if not self._queue.memory_full():
+            return
+        count = (len(self._intake.retained) + 1) // 2
+        log.warning(
+            "Redis is full: %d of %d consumed groups are released before their checkpoint%s",
+            count,
+            len(self._intake.retained),
+            "" if count else "; raise its maxmemory, or lower run.n_behind or sampling.groups_per_step",
+        )
+        self._release(count)
 
     def release_past(self, budget_bytes: int) -> None:
         """The oldest consumed groups beyond the budget go early: after a crash they are generated again."""
@@ -119,4 +141,4 @@ class Durability:
 
 
 def _bytes(item: GroupHeader | DeadNotice) -> int:
-    return item.body_bytes if isinstance(item, GroupHeader) else 0
+    return ENTRY_BYTES + (item.body_bytes + len(item.raw) if isinstance(item, GroupHeader) else 0)

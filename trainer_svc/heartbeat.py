@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
+from redis.exceptions import RedisError
+
 from rollout_queue.errors import QueueError
 from rollout_queue.queue import TrainerQueue
 
@@ -20,7 +22,7 @@ class Heartbeat:
     def __init__(self, queue: TrainerQueue) -> None:
         self._queue = queue
         self._stop = threading.Event()
-        self._error: QueueError | None = None
+        self._error: QueueError | RedisError | None = None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -31,7 +33,7 @@ class Heartbeat:
         while not self._stop.wait(EVERY_S):
             try:
                 self._queue.heartbeat(TTL_S)
-            except QueueError as error:
+            except (QueueError, RedisError) as error:
                 self._error = error
                 return
 

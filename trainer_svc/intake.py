@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbehind.config import Config
-from rollout_queue.errors import StalenessError
+from rollout_queue.errors import OutOfMemory, StalenessError
 from rollout_queue.messages import DeadNotice, Group, GroupHeader, OpenState, Request, RequestId, Sampling
 from rollout_queue.queue import TrainerQueue
 from rollout_queue.staleness import check_group, floor_after, min_version
@@ -41,6 +41,10 @@ class Versions(Protocol):
     def history(self) -> Mapping[int, str]: ...
 
     def given(self, member: str) -> set[int]: ...
+
+    def members(self) -> Mapping[str, int]:
+        """Producers on the weight channel -> the newest version each has received, −1 = none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,13 @@ class Intake:
         self._issue(undelivered)
 
     def _issue(self, ids: Sequence[RequestId]) -> None:
-        if ids:
+        """Queue the requests. On a full server they are missing in the next census, and come again then."""
+        if not ids:
+            return
+        try:
             self._queue.issue([self.request(r) for r in ids])
+        except OutOfMemory as error:
+            log.warning("%d requests cannot be issued yet: %s", len(ids), error)
 
     # --- deliveries
     def _take_deliveries(self, block_s: float) -> int:
@@ -282,7 +291,7 @@ class Intake:
             on_stall(waited_s)
 
     def who_waits(self, step: int) -> str:
-        """One line: which requests of the step are where."""
+        """One line: which requests of the step are where, and what the producers have."""
         waiting = [
             r
             for r in self.window.ids()
@@ -297,4 +306,14 @@ class Intake:
             f"{min_version(step, self._config.run.n_behind)}): {queued} wait for a producer, "
             f"{len(states) - queued} are in work"
             + (f" at {', '.join(leased)}" if leased else "; no producer holds any")
+            + f"; {self._producers()}"
+        )
+
+    def _producers(self) -> str:
+        members = self._versions.members()
+        if not members:
+            return "no producer is connected: start one (nbehind producer), or see why they ended in their logs"
+        return "connected: " + ", ".join(
+            f"{name} with version {number}" if number >= 0 else f"{name} without weights"
+            for name, number in sorted(members.items())
         )

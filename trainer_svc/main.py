@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 INCARNATION = "incarnation.json"
+PORT = "trainer.port"  # of /metrics and /healthz
 
 
 def make_engine(config: Config, folder: Path, total_updates: int) -> Engine:
@@ -99,8 +100,10 @@ class Trainer:
         self.web = serve(
             self.telemetry.registry, config.metrics.host, config.metrics.trainer_port, self.telemetry.health
         )
+        log.info("metrics on port %d", self.web.port)
         self.incarnation = self.queue.claim(last_incarnation(config.run_dir) + 1)
         config.run_dir.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(config.run_dir / PORT, f"{self.web.port}\n")
         write_text_atomic(config.run_dir / INCARNATION, json.dumps({"incarnation": self.incarnation}))
         self.heartbeat = Heartbeat(self.queue)
         self.publisher = Publisher(

@@ -118,6 +118,7 @@ class TrainerService:
     def _stopping(self) -> bool:
         self._publisher.check()
         self._fence()
+        self._durability.relieve()
         return self._stop()
 
     def _on_stall(self, waited_s: float) -> None:

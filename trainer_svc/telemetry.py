@@ -31,6 +31,7 @@ class Telemetry:
         """A step is done; `row` is its line of metrics.jsonl."""
         m, counters = self._metrics, row["counters"]
         self._stall = ""
+        m.stalled_seconds.set(0.0)
         m.steps.inc()
         m.step.set(row["version"])
         m.published_version.set(row["published"])
@@ -68,6 +69,7 @@ class Telemetry:
 
     def stalled(self, waited_s: float, who: str) -> None:
         """No step for long: say it now and then, and be unhealthy."""
+        self._metrics.stalled_seconds.set(waited_s)
         self._stall = f"no step for {waited_s:.0f} s: {who}"
         if time.monotonic() - self._warned_at > WARN_EVERY_S:
             self._warned_at = time.monotonic()

@@ -189,7 +189,7 @@ class Member:
         self._newest = version
         seconds = time.monotonic() - began
         self._reporter.received(version, epoch, seconds, call.total_bytes)
-        log.info("version %d received and verified in %.2f s", version.number, seconds)
+        log.debug("version %d received and verified in %.2f s", version.number, seconds)
         self._on_staged(StagedWeights(version, manifest, slot.path))
         self._reporter.answer(Ack("", "", "received", 0, 0, call.incarnation, epoch, call.transfer, call.number))
 

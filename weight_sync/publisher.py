@@ -15,6 +15,7 @@ from typing import Any
 import redis
 import torch
 
+from rollout_queue.connection import repeat
 from rollout_queue.keys import Keys
 from rollout_queue.messages import Version
 from weight_sync.attendance import Attendance
@@ -23,7 +24,7 @@ from weight_sync.channel import SyncSettings, Transport
 from weight_sync.choice import SHM
 from weight_sync.errors import ChannelClosed, SyncError
 from weight_sync.ledger import VersionLedger
-from weight_sync.redis_io import OUTAGES, Outage
+from weight_sync.redis_io import Outage
 from weight_sync.regions import Region
 from weight_sync.sender import Sender
 from weight_sync.shm_files import clean, region_path
@@ -79,7 +80,11 @@ class Publisher:
     # --- life
     def start(self) -> None:
         """Announce this incarnation and begin to serve. Superseded when a newer one exists."""
-        send_call(self._client, self._keys, Started(self._incarnation))
+        repeat(
+            self._client,
+            lambda: send_call(self._client, self._keys, Started(self._incarnation)),
+            self._settings.retry_s,
+        )
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -117,7 +122,7 @@ class Publisher:
         began = time.monotonic()
         self._staging.stage(number, named, dtype if dtype is not None else self._dtype)
         self._wake.set()
-        log.info("version %d staged in %.3f s", number, time.monotonic() - began)
+        log.debug("version %d staged in %.3f s", number, time.monotonic() - began)
 
     def seed_history(self, history: Mapping[int, str]) -> None:
         """Versions of the surviving history that an earlier incarnation gave out, after a resume."""
@@ -169,14 +174,15 @@ class Publisher:
                 try:
                     busy = self._sender.step()
                     outage.over()
-                except OUTAGES as error:
+                except redis.RedisError as error:
                     self._sender.reset()
                     outage.wait(error, self._stop)
                     continue
                 if not busy:
                     self._wake.wait(self._settings.poll_s)
         except BaseException as error:  # raised again by check() in the trainer's thread
-            log.exception("the weight publisher has ended")
+            if not isinstance(error, SyncError):
+                log.exception("the weight publisher has ended")
             self._error = error
         finally:
             self._sender.close()

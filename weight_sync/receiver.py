@@ -19,7 +19,7 @@ from weight_sync.channel import SyncSettings, Transport
 from weight_sync.choice import SHM, shm_offer
 from weight_sync.errors import Refused, SyncError
 from weight_sync.member import Member
-from weight_sync.redis_io import OUTAGES, Outage
+from weight_sync.redis_io import Outage
 from weight_sync.reporter import Reporter
 from weight_sync.shm_files import SharedFiles
 from weight_sync.staged import StagedWeights
@@ -119,7 +119,7 @@ class Receiver:
         try:
             work()
         except BaseException as error:  # raised again by check() in the producer
-            if not isinstance(error, Refused):
+            if not isinstance(error, SyncError):
                 log.exception("the weight receiver has ended")
             self._error = self._error or error
         finally:
@@ -133,7 +133,7 @@ class Receiver:
                 try:
                     self._member.step()
                     outage.over()
-                except OUTAGES as error:
+                except redis.RedisError as error:
                     self._member.reset()
                     outage.wait(error, self._stop)
         finally:
@@ -145,5 +145,5 @@ class Receiver:
             try:
                 self._reporter.step()
                 outage.over()
-            except OUTAGES as error:
+            except redis.RedisError as error:
                 outage.wait(error, self._stop)

@@ -15,11 +15,11 @@ from typing import Any
 import msgpack
 import redis
 
+from rollout_queue.connection import passing
 from weight_sync.errors import SyncError
 
 log = logging.getLogger(__name__)
 
-OUTAGES = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, redis.exceptions.ReadOnlyError)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
 
 
@@ -77,7 +77,10 @@ class Outage:
             log.info("%s: Redis answers again after %.1f s", self._who, time.monotonic() - self._since)
         self._since, self._wait_s = None, FIRST_WAIT_S
 
-    def wait(self, error: Exception, stop: threading.Event) -> None:
+    def wait(self, error: redis.RedisError, stop: threading.Event) -> None:
+        """Wait a little; raises at once what will not pass."""
+        if not passing(error):
+            raise SyncError(f"{self._who}: Redis refuses: {error}") from error
         now = time.monotonic()
         if self._since is None:
             self._since = now

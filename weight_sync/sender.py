@@ -195,7 +195,7 @@ class Sender:
             seconds = time.monotonic() - began
             self.counters["transfers"] += 1
             self.counters.update(last_seconds=seconds, last_bytes=staged.manifest.total_bytes)
-            log.info("version %d received by %s in %.2f s", version.number, ", ".join(received), seconds)
+            log.debug("version %d received by %s in %.2f s", version.number, ", ".join(received), seconds)
 
     def _blame(self, sessions: Mapping[str, str], transfer: int, why: str) -> None:
         """A collective failed, which does not tell by whom: members that live say so at once; the silent are left out."""
