@@ -114,6 +114,10 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: the defaults)")
     config.add_argument("--markdown", action="store_true", help="print the table of all keys instead")
     _add_set(config)
+    chaos = _command(
+        commands, "chaos", chaos_command, "train while services are killed, stopped and cut off, and judge the result"
+    )
+    _add_chaos(chaos)
     report = _command(commands, "report", report_command, "write report.html of a run, and print its summary")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/demo")
     return parser
@@ -172,6 +176,14 @@ def config_command(arguments: Arguments) -> int:
     config = load_config(file, arguments.set) if file else config_of(apply_overrides({}, arguments.set), "--set")
     sys.stdout.write(dump_config(config))
     return EXIT_OK
+
+
+def chaos_command(arguments: Arguments) -> int:
+    from nbehind.chaos.command import Options
+    from nbehind.chaos.command import main as chaos_main
+
+    a = arguments
+    return chaos_main(Options(a.minutes, a.seed, a.backend, a.json, a.keep, a.n_behind, a.order))
 
 
 def report_command(arguments: Arguments) -> int:
@@ -253,6 +265,18 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 def _add_display(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", action="store_true", help="plain progress lines, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=3.0, metavar="M", help="time with faults (default 3)")
+    parser.add_argument("--seed", type=_index, default=0, metavar="S", help="draws faults, data order and samples")
+    parser.add_argument("--backend", choices=("fake", "vllm"), default="fake", help="what generates (default fake)")
+    parser.add_argument("--n-behind", type=_index, default=0, metavar="N", help="run.n_behind (default 0)")
+    parser.add_argument("--order", choices=("strict", "ready"), default="strict", help="run.order (default strict)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="run there and keep it (default: a temporary folder)"
+    )
 
 
 def _add_service(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""A training run under a fault injector, and an independent judge of what came out of it (`nbehind chaos`)."""
