@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nbehind.cli_inspect import add_dead, add_status, dead_command, status_command
 from nbehind.config import Config
 from nbehind.config_load import apply_overrides, config_of, dump_config, load_config
 from nbehind.errors import (
@@ -118,6 +119,16 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "chaos", chaos_command, "train while services are killed, stopped and cut off, and judge the result"
     )
     _add_chaos(chaos)
+    status = _command(
+        commands, "status", status_command, "show what Redis knows of a run: versions, producers, weight channel, queue"
+    )
+    add_status(status)
+    _add_set(status)
+    dead = _command(
+        commands, "dead", dead_command, "list requests and rollouts that were given up; re-queue or export them"
+    )
+    add_dead(dead)
+    _add_set(dead)
     report = _command(commands, "report", report_command, "write report.html of a run, and print its summary")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/demo")
     return parser

@@ -47,6 +47,11 @@ class Keys:
         """Stream of dead letters, kept to the newest 1,000."""
         return self._key("dead")
 
+    @property
+    def requeued(self) -> str:
+        """List of `<entry> <item id>`: prompts of dead requests that the next replacements roll out."""
+        return self._key("requeued")
+
     def body(self, request_id: RequestId, incarnation: int, attempt: int) -> str:
         """One binary value: the arrays of a group."""
         return self._key("body", str(request_id), str(incarnation), str(attempt))

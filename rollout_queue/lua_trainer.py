@@ -139,6 +139,13 @@ end
 return redis.call('HGETALL', OPEN)
 """
 
+# entry of a dead letter, mark | KEYS[6] the list of re-queued prompts. Anybody may call it
+REQUEUE = """
+if redis.call('XDEL', DEAD, ARGV[1]) == 0 then return 0 end
+redis.call('RPUSH', KEYS[6], ARGV[2])
+return 1
+"""
+
 # guard | reason
 FINISH = """
 full_memory_is_fine()

@@ -60,6 +60,7 @@ class MemoryBroker:
             self.infos: dict[str, dict[str, str]] = {}
             self.refused = 0  # groups, for want of memory
             self.dead.clear()
+            self.requeued: list[str] = []
 
     def is_alive(self, name: str) -> bool:
         return self.alive.get(name, float("-inf")) > self.clock()

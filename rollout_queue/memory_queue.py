@@ -159,6 +159,23 @@ class MemoryQueue(HeartbeatArguments):
         with self.broker.changed:
             return list(self.broker.dead)[::-1][:count]
 
+    def requeue(self, letter: DeadLetter, item_id: str) -> bool:
+        with self.broker.changed:
+            found = [known for known in self.broker.dead if known.entry == letter.entry]
+            for known in found:
+                self.broker.dead.remove(known)
+                self.broker.requeued.append(f"{letter.entry} {item_id}")
+            return bool(found)
+
+    def requeued(self) -> list[str]:
+        with self.broker.changed:
+            return list(self.broker.requeued)
+
+    def forget_requeued(self, marks: Iterable[str]) -> None:
+        gone = set(marks)
+        with self.broker.changed:
+            self.broker.requeued = [mark for mark in self.broker.requeued if mark not in gone]
+
     # ----------------------------------------------------------------------------------------------- producer
 
     def lease(self, owner: str, version: int, free: int, block_s: float) -> list[Lease]:

@@ -94,6 +94,18 @@ class TrainerQueue(Protocol):
 
     def dead_letters(self, count: int = 100) -> list[DeadLetter]: ...
 
+    def requeue(self, letter: DeadLetter, item_id: str) -> bool:
+        """Take a dead request's letter away and have its item rolled out by a replacement; False if it is gone by now."""
+        ...
+
+    def requeued(self) -> list[str]:
+        """What was re-queued and not forgotten, oldest first: `<entry of the letter> <item id>`."""
+        ...
+
+    def forget_requeued(self, marks: Iterable[str]) -> None:
+        """These were taken over by replacements that are durable."""
+        ...
+
 
 class ProducerQueue(Protocol):
     """What a producer does with the queue."""

@@ -147,6 +147,24 @@ class RedisTrainerSide(RedisSide):
             out.append(DeadLetter(text(entry), kind, reason, request_id, fields.get(b"payload", b"")))
         return out
 
+    def requeue(self, letter: DeadLetter, item_id: str) -> bool:
+        mark = f"{letter.entry} {item_id}"
+        return bool(self._run(scripts.REQUEUE, [letter.entry, mark], [self._keys.requeued]))
+
+    def requeued(self) -> list[str]:
+        found: Any = self._repeat(lambda: self._client.lrange(self._keys.requeued, 0, -1))
+        return [text(mark) for mark in found]
+
+    def forget_requeued(self, marks: Iterable[str]) -> None:
+        names = list(marks)
+
+        def ask(pipe: Pipeline) -> None:
+            for mark in names:
+                pipe.lrem(self._keys.requeued, 0, mark)
+
+        if names:
+            self._read(ask)
+
     def _trainer_heartbeat(self, ttl_s: float) -> None:
         self._guarded(scripts.TRAINER_ALIVE, [milliseconds(ttl_s)], [self._keys.trainer_alive])
 

@@ -48,6 +48,7 @@ class Durability:
         self._saver = saver
         self._fence = fence
         self._covered = 0  # the first so many retained groups are covered by the checkpoint being written
+        self._drawn: list[str] = []  # re-queued prompts that it covers
         self._owed = False  # one was due while another was still being written
         self._relieved_at = float("-inf")
         self.saved_step = -1
@@ -106,6 +107,7 @@ class Durability:
         self._intake.ledger.check(len(self._intake.window))
         self._owed = False
         self._covered = len(self._intake.retained)
+        self._drawn = self._intake.requeued.drawn()
         self._saver.begin(step, self._engine.snapshot(), self._meta(step))
 
     def _protect_best(self) -> None:
@@ -121,6 +123,7 @@ class Durability:
         if step is not None:
             self.saved_step = step
             self._release(self._covered)
+            self._intake.requeued.forget(self._drawn)
 
     def _release(self, count: int) -> None:
         if count:
@@ -135,6 +138,7 @@ class Durability:
             "step": step,
             "ledger": self._intake.ledger.as_dict(),
             "open": [str(r) for r in self._intake.window.ids()],
+            "requeued": self._intake.requeued.as_dict(),
             "next_step_to_issue": self._intake.window.next_step_to_issue,
             "history": {str(v): c for v, c in self._publisher.history().items() if v >= oldest},
         }

@@ -28,6 +28,7 @@ from trainer_svc.errors import Stalled
 from trainer_svc.evaluation import Evaluation, is_evaluation
 from trainer_svc.ledger import Ledger
 from trainer_svc.order import DataOrder
+from trainer_svc.requeued import Requeued
 from trainer_svc.window import Window
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Intake:
         self._items = items
         self._order = order
         self.window = Window(order, config.run.n_behind)
+        self.requeued = Requeued(queue, items)
         self.ledger = Ledger()
         self.retained: list[GroupHeader | DeadNotice] = []  # consumed, kept until the checkpoint that covers them
         self.incarnation = 0
@@ -99,7 +101,8 @@ class Intake:
 
     # --- issue
     def request(self, request_id: RequestId) -> Request:
-        item = self._items[self._order.item(request_id)]
+        index = self.requeued.item(request_id)
+        item = self._items[self._order.item(request_id) if index is None else index]
         entry = self.window[request_id]
         return Request(
             id=request_id,
@@ -174,14 +177,21 @@ class Intake:
     def _replace_dead(self, request: RequestId, reason: str) -> None:
         log.error("request %s is dead-lettered and replaced: %s", request, reason)
         self.ledger = self.ledger.add(dead_lettered=1, issued=1)
-        self._issue([self.window.replace(request, self.published)])
+        self._replace(request)
+
+    def _replace(self, request: RequestId) -> None:
+        """Open and issue the successor of a resolved request in its slot."""
+        successor = self.window.replace(request, self.published)
+        self.requeued.resolved(request)
+        self.requeued.draw(successor)
+        self._issue([successor])
 
     def _filter(self, header: GroupHeader) -> None:
         if header.id.round >= self._config.algo.max_rounds:
             return
         self.ledger = self.ledger.add(filtered=1, issued=1)
         self.retained.append(header)
-        self._issue([self.window.replace(header.id, self.published)])
+        self._replace(header.id)
 
     # --- the batch
     def wait_for_batch(
@@ -194,6 +204,8 @@ class Intake:
             taken = self._fetch(step, chosen) if chosen else None
             if taken is not None:
                 self.window.resolve(t.header.id for t in taken)
+                for t in taken:
+                    self.requeued.resolved(t.header.id)
                 self.retained += [t.header for t in taken]
                 self.ledger = self.ledger.add(trained=len(taken))
                 return taken

@@ -145,6 +145,7 @@ class TrainerService:
         self.step = self._durability.saved_step = int(meta["step"])
         self._intake.ledger = Ledger.from_dict(meta["ledger"])
         self._intake.window.restore((RequestId.parse(r) for r in meta["open"]), int(meta["next_step_to_issue"]))
+        self._intake.requeued.restore(meta.get("requeued", {}))
         self._publisher.seed_history({int(v): str(c) for v, c in meta["history"].items()})
 
     def _evaluate_if_due(self) -> None:

@@ -21,7 +21,7 @@ from rollout_queue.errors import ConnectionRefused
 from trainer_svc.errors import CheckpointError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("run", "demo", "producer", "trainer", "model", "config", "report")
+COMMANDS = ("run", "demo", "producer", "trainer", "model", "config", "report", "status", "dead")
 
 
 @pytest.fixture(autouse=True)
