@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,152 +18,22 @@ import psutil
 import pytest
 import torch
 
-from nbehind.config import ModelConfig, ProducerConfig, SamplingConfig
 from producer_svc.errors import GeneratorError
-from producer_svc.fake_generator import FakeGenerator
 from producer_svc.generation import sample_seed
-from producer_svc.generator import Completion, Generator
-from producer_svc.transformers_generator import TransformersGenerator
-from rollout_queue.messages import Finish, Request, RequestId, Sampling, Version
-from trainer_svc.fake_engine import WEIGHT_NAME, initial_weights
-from weight_sync.manifest import Manifest
-from weight_sync.staged import StagedWeights
-
-VOCABULARY = 96
-CONTEXT = 256
-WAIT_S = 120.0
-MODEL = ModelConfig(max_context=CONTEXT)
-PRODUCER = ProducerConfig(kv_cache_gb=0.1, max_requests=8)
-SAMPLING = SamplingConfig()
-
-
-# --- parts
-def tiny_model(seed: int, tied: bool) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,  # large enough for distributions that are far from uniform
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model: Any = Qwen2ForCausalLM
-    return model(config).eval()
-
-
-def write_staged(named: list[tuple[str, torch.Tensor]], version: Version, path: Path) -> StagedWeights:
-    manifest = Manifest.of(named)
-    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-    views = manifest.views(flat)
-    for name, tensor in named:
-        views[name].copy_(tensor.detach())
-    path.write_bytes(flat.numpy().tobytes())
-    return StagedWeights(version, manifest, path)
-
-
-def request(
-    number: int, samples: int = 4, length: int = 24, prompt: int = 12, seed: int | None = None, **sampling: Any
-) -> Request:
-    ids = np.asarray([(number * 7 + 5 * i) % VOCABULARY for i in range(prompt)], dtype=np.int32)
-    return Request(
-        RequestId(0, number),
-        1,
-        0,
-        number if seed is None else seed,
-        ids,
-        Sampling(samples, length, **sampling),
-        str(number),
-    )
-
-
-class Rig:
-    """A started generator, and weights for it by version number."""
-
-    def __init__(self, kind: str, tied: bool, folder: Path) -> None:
-        self.kind, self.tied, self.folder = kind, tied, folder
-        self.models = [tiny_model(seed, tied) for seed in (1, 2)] if kind != "fake" else []
-        self.exact = [copy.deepcopy(model).double() for model in self.models]
-        self.model_folder = folder / "model"
-        if self.models:
-            tiny_model(0, tied).save_pretrained(self.model_folder)
-        self.generator = self.make()
-        asyncio.run(asyncio.wait_for(self.generator.start(), WAIT_S))
-
-    def make(self, **producer: Any) -> Generator:
-        settings = PRODUCER.model_copy(update=producer)
-        if self.kind == "fake":
-            return FakeGenerator(base_s=0.3)
-        if self.kind == "transformers":
-            return TransformersGenerator(self.model_folder, MODEL, settings, SAMPLING)
-        from producer_svc.vllm_generator import VllmGenerator
-
-        return VllmGenerator(self.model_folder, MODEL, settings, SAMPLING)
-
-    def staged(self, number: int) -> StagedWeights:
-        """Version `number` has the weights of model number % 2."""
-        named = [(WEIGHT_NAME, torch.from_numpy(initial_weights(number)))]
-        if self.models:
-            named = list(self.models[number % 2].named_parameters())
-        return write_staged(named, Version(1, number, f"c{number}"), self.folder / f"{number}.bin")
-
-    def logprobs(self, asked: Request, completion: Completion, number: int) -> np.ndarray:
-        """[T] of the completion under version `number`, by a plain forward pass in float64."""
-        ids = np.concatenate([asked.prompt_ids, completion.token_ids])
-        with torch.no_grad():
-            logits = self.exact[number % 2](torch.from_numpy(ids.astype(np.int64))[None]).logits[0].numpy()
-        rows = [filtered(row, asked.sampling) for row in logits[len(asked.prompt_ids) - 1 : -1]]
-        return np.asarray([row[t] for row, t in zip(rows, completion.token_ids, strict=True)])
-
-    async def generate(self, asked: Request) -> list[Completion]:
-        return await asyncio.wait_for(self.generator.generate(asked), WAIT_S)
-
-    async def load(self, number: int) -> None:
-        await asyncio.wait_for(self.generator.load(self.staged(number)), WAIT_S)
-
-    async def until(self, tokens: int) -> None:
-        """Wait until so many more tokens were generated."""
-        goal, end = self.generator.progress() + tokens, time.monotonic() + WAIT_S
-        while self.generator.progress() < goal:
-            assert time.monotonic() < end, "no progress"
-            await asyncio.sleep(0.002)
-
-
-def filtered(logits_V: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """[V] logprobs after temperature, top-k and top-p, written the slow and obvious way."""
-    scaled = logits_V / sampling.temperature
-    order = np.argsort(-scaled)
-    kept = list(order[: sampling.top_k or len(order)])
-    weights = np.exp(scaled - scaled.max())
-    if sampling.top_p < 1:
-        total, mass, nucleus = sum(weights[i] for i in kept), 0.0, list[int]()
-        for i in kept:
-            if nucleus and mass >= sampling.top_p * total:
-                break
-            nucleus.append(i)
-            mass += weights[i]
-        kept = nucleus
-    out = np.full(len(logits_V), -np.inf)
-    out[kept] = np.log(weights[kept] / sum(weights[kept]))
-    return out
-
-
-def check_shape(asked: Request, completions: list[Completion]) -> None:
-    assert len(completions) == asked.sampling.num_generations
-    for c in completions:
-        assert c.token_ids.dtype == np.int32 and c.logprobs.dtype == np.float32
-        assert c.token_ids.shape == c.logprobs.shape and 1 <= len(c.token_ids) <= asked.sampling.max_new_tokens
-        assert np.all(c.logprobs <= 0) and np.all(np.isfinite(c.logprobs))
-        edges = [0, *(end for _, _, end in c.spans)]
-        assert [start for _, start, _ in c.spans] == edges[:-1] and edges[-1] == len(c.token_ids)
-
+from producer_svc.generator import Completion
+from rollout_queue.messages import Finish, Request, Version
+from tests.generator_rig import (
+    CONTEXT,
+    FP32_TOLERANCE,
+    VOCABULARY,
+    WAIT_S,
+    Rig,
+    check_greedy,
+    check_shape,
+    request,
+    tiny_model,
+    write_staged,
+)
 
 # --- fixtures: one engine a module and kind
 KINDS = [
@@ -215,25 +83,43 @@ async def test_progress_counts_every_token(rig: Rig) -> None:
     assert rig.generator.progress() - before == sum(len(c.token_ids) for group in groups for c in group)
 
 
-async def test_load_during_generation_splits_the_spans(rig: Rig) -> None:
+MODES = {"keep": {(0,), (0, 1)}, "keep_cache": {(0,), (0, 1)}, "finish": {(0,)}, "abort": {(1,)}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_load_during_generation(rig: Rig, mode: str) -> None:
+    """Spans and logprobs of what runs while new weights come. More samples than the engine runs at a time."""
     await rig.load(0)
-    asked = [request(n, length=160) for n in range(4)]
+    rig.generator.in_flight = mode
+    asked = [request(1, length=40, prompt=70, seed=n) for n in range(18)]
     tasks = [asyncio.create_task(rig.generate(r)) for r in asked]
     await rig.until(4)
-    await rig.load(1)
+    load = asyncio.create_task(rig.load(1))
+    await asyncio.sleep(0)
+    late = request(2, length=8)
+    after = await rig.generate(late)
     groups = [await task for task in tasks]
-    both = 0
-    for r, group in zip(asked, groups, strict=True):
+    await load
+    rig.generator.in_flight = "keep"
+    seen: dict[tuple[int, ...], int] = {}
+    for r, group in [*zip(asked, groups, strict=True), (late, after)]:
         check_shape(r, group)
         for c in group:
-            assert {v.number for v, _, _ in c.spans} <= {0, 1}
-            if rig.kind != "fake":
-                assert [v.number for v, _, _ in c.spans] == [0, 1]
-                (_, _, cut), _ = c.spans
-                assert np.abs(rig.logprobs(r, c, 0) - c.logprobs)[:cut].max() < 1e-3
-                assert np.abs(rig.logprobs(r, c, 1) - c.logprobs)[cut:].max() < 1e-3
-            both += len(c.spans) > 1
-    assert both
+            numbers = tuple(v.number for v, _, _ in c.spans)
+            seen[numbers] = seen.get(numbers, 0) + 1
+            if rig.kind != "fake" and seen[numbers] <= 3:
+                assert np.abs(expected_logprobs(rig, r, c, mode) - c.logprobs).max() < FP32_TOLERANCE
+    assert {v.number for c in after for v, _, _ in c.spans} == {1}
+    assert set(seen) - {(1,)} <= MODES[mode] and MODES[mode] - {(0,)} <= set(seen)
+
+
+def expected_logprobs(rig: Rig, asked: Request, c: Completion, mode: str) -> np.ndarray:
+    """[T], of the weights that drew each token."""
+    (first, _, cut), last = c.spans[0], c.spans[-1][0]
+    if mode == "keep_cache" and len(c.spans) == 2:
+        return rig.logprobs_of_two(asked, c, cut, first.number, last.number)
+    old, new = rig.logprobs(asked, c, first.number), rig.logprobs(asked, c, last.number)
+    return np.concatenate([old[:cut], new[cut:]])
 
 
 # --- real engines
@@ -246,7 +132,7 @@ async def test_logprobs_are_those_of_the_sampled_distribution(real: Rig, samplin
     await real.load(0)
     asked = request(3, **sampling)
     for c in await real.generate(asked):
-        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < FP32_TOLERANCE
 
 
 async def test_after_a_load_the_output_is_that_of_the_new_weights(real: Rig) -> None:
@@ -254,23 +140,32 @@ async def test_after_a_load_the_output_is_that_of_the_new_weights(real: Rig) -> 
         await real.load(number)
         greedy, free = request(4, samples=1, top_k=1), request(4)
         (best,) = await real.generate(greedy)
-        ids = list(greedy.prompt_ids)
-        for token in best.token_ids:
-            with torch.no_grad():
-                assert token == int(real.exact[number % 2](torch.tensor([ids])).logits[0, -1].argmax())
-            ids.append(token)
+        ids = np.concatenate([greedy.prompt_ids, best.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logits = real.exact[number % 2](torch.from_numpy(ids)[None]).logits[0].numpy()
+        check_greedy(logits[len(greedy.prompt_ids) - 1 : -1], best.token_ids, FP32_TOLERANCE)
         for c in await real.generate(free):
-            assert np.abs(real.logprobs(free, c, number) - c.logprobs).max() < 1e-3
+            assert np.abs(real.logprobs(free, c, number) - c.logprobs).max() < FP32_TOLERANCE
             assert c.spans[0][0] == Version(1, number, f"c{number}")
 
 
-async def test_a_prefix_cached_under_other_weights_is_not_used(real: Rig) -> None:
-    asked = request(5, prompt=200, length=8)
-    for number in (0, 0, 1, 1, 0):
+@pytest.mark.parametrize("mode", ["keep", "keep_cache"])
+async def test_a_prefix_cached_under_other_weights_is_not_used(real: Rig, mode: str) -> None:
+    """The same prompt again and again, while a generation that outlives every load keeps its own cache alive."""
+    real.generator.in_flight = mode
+    asked = request(5, prompt=150, length=8)
+    await real.load(0)
+    outlives = asyncio.create_task(real.generate(request(5, prompt=150, length=100, samples=1)))
+    await real.until(2)
+    for number in (0, 1, 0):
         await real.load(number)
         for _ in range(2):
             for c in await real.generate(asked):
-                assert np.abs(real.logprobs(asked, c, number) - c.logprobs).max() < 1e-3
+                assert np.abs(real.logprobs(asked, c, number) - c.logprobs).max() < FP32_TOLERANCE
+    assert real.kind == "transformers" or not outlives.done()
+    outlives.cancel()
+    await asyncio.gather(outlives, return_exceptions=True)
+    real.generator.in_flight = "keep"
 
 
 async def test_stop_token_ends_a_sample_and_belongs_to_it(real: Rig) -> None:
@@ -282,7 +177,7 @@ async def test_stop_token_ends_a_sample_and_belongs_to_it(real: Rig) -> None:
         assert not set(c.token_ids[:-1].tolist()) & set(stops)
         assert (c.finish is Finish.STOP) == (int(c.token_ids[-1]) in stops)
         assert c.finish is Finish.STOP or len(c.token_ids) == 6
-        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < FP32_TOLERANCE
     assert {c.finish for c in completions} == {Finish.STOP, Finish.LENGTH}
 
 
@@ -308,7 +203,7 @@ async def test_cancel_frees_the_engine(real: Rig) -> None:
         task.cancel()
     await asyncio.gather(*doomed, return_exceptions=True)
     for c in await survivor:
-        assert np.abs(real.logprobs(kept, c, 0) - c.logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(kept, c, 0) - c.logprobs).max() < FP32_TOLERANCE
     before = real.generator.progress()
     await asyncio.sleep(0.3)
     assert real.generator.progress() == before
@@ -322,7 +217,7 @@ async def test_the_staged_file_is_free_after_load(real: Rig) -> None:
     staged.path.write_bytes(b"\xff" * staged.manifest.total_bytes)
     asked = request(8)
     for c in await real.generate(asked):
-        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < FP32_TOLERANCE
 
 
 async def test_the_context_limits_a_completion(real: Rig) -> None:
@@ -337,7 +232,7 @@ async def test_more_requests_than_slots(real: Rig) -> None:
     asked = [request(n, prompt=1 + n % 40, length=1 + n % 7, samples=1 + n % 5) for n in range(40)]
     for r, group in zip(asked, await asyncio.gather(*(real.generate(r) for r in asked)), strict=True):
         check_shape(r, group)
-        assert np.abs(real.logprobs(r, group[-1], 0) - group[-1].logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(r, group[-1], 0) - group[-1].logprobs).max() < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -381,7 +276,7 @@ async def test_weights_that_do_not_fit_are_refused_before_anything_changes(real:
     asked = request(10)
     for c in await real.generate(asked):
         assert c.spans[0][0].number == 0
-        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(asked, c, 0) - c.logprobs).max() < FP32_TOLERANCE
 
 
 async def test_a_tied_output_matrix_may_be_sent_too(real: Rig) -> None:
@@ -393,30 +288,27 @@ async def test_a_tied_output_matrix_may_be_sent_too(real: Rig) -> None:
     await real.generator.load(write_staged(named, Version(1, 1, "c1"), real.folder / "both.bin"))
     asked = request(11)
     for c in await real.generate(asked):
-        assert np.abs(real.logprobs(asked, c, 1) - c.logprobs).max() < 1e-3
+        assert np.abs(real.logprobs(asked, c, 1) - c.logprobs).max() < FP32_TOLERANCE
+
+
+async def test_an_engine_that_fails_ends_every_call(real: Rig) -> None:
+    """The last test of a rig: its engine is dead afterwards."""
+    await real.load(0)
+    running = [asyncio.create_task(real.generate(request(n, length=200))) for n in range(3)]
+    await real.until(8)
+    good = real.staged(1)
+    far = [dataclasses.replace(spec, offset=spec.offset + 2**40) for spec in good.manifest.tensors]
+    broken = dataclasses.replace(good, manifest=dataclasses.replace(good.manifest, tensors=tuple(far)))
+    calls = [*running, asyncio.create_task(real.generator.load(broken))]
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT_S)
+    assert all(isinstance(outcome, GeneratorError) for outcome in outcomes), outcomes
+    for call in (real.generate(request(1)), real.load(0)):
+        with pytest.raises(GeneratorError, match="failed"):
+            await call
+    await asyncio.wait_for(real.generator.close(), WAIT_S)
 
 
 # --- start and end
-async def test_finish_lets_running_generations_end_under_their_version(tmp_path: Path) -> None:
-    rig = await asyncio.to_thread(Rig, "transformers", True, tmp_path)
-    generator = rig.make(in_flight="finish")
-    await generator.start()
-    await generator.load(rig.staged(0))
-    first = asyncio.create_task(generator.generate(request(1, length=60)))
-    while not generator.progress():
-        await asyncio.sleep(0.002)
-    swap = asyncio.create_task(generator.load(rig.staged(1)))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(generator.generate(request(2, length=5)))
-    groups = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
-    await swap
-    assert [{v.number for c in group for v, _, _ in c.spans} for group in groups] == [{0}, {1}]
-    await generator.close()
-    with pytest.raises(GeneratorError, match="closed"):
-        await generator.generate(request(3))
-    await rig.generator.close()
-
-
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.parametrize("fault", ["missing", "no config", "no weights", "torn config", "torn weights"])
 async def test_a_bad_model_folder_is_one_clear_line(tmp_path: Path, kind: str, fault: str) -> None:
@@ -438,24 +330,6 @@ async def test_a_bad_model_folder_is_one_clear_line(tmp_path: Path, kind: str, f
     await generator.close()
 
 
-@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-async def test_an_engine_that_fails_ends_every_call(tmp_path: Path, kind: str) -> None:
-    rig = await asyncio.to_thread(Rig, kind, True, tmp_path)
-    await rig.load(0)
-    running = [asyncio.create_task(rig.generate(request(n, length=200))) for n in range(3)]
-    await rig.until(8)
-    good = rig.staged(1)
-    far = [dataclasses.replace(spec, offset=spec.offset + 2**40) for spec in good.manifest.tensors]
-    broken = dataclasses.replace(good, manifest=dataclasses.replace(good.manifest, tensors=tuple(far)))
-    calls = [*running, asyncio.create_task(rig.generator.load(broken))]
-    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT_S)
-    assert all(isinstance(outcome, GeneratorError) for outcome in outcomes), outcomes
-    for call in (rig.generate(request(1)), rig.load(0)):
-        with pytest.raises(GeneratorError, match="failed"):
-            await call
-    await asyncio.wait_for(rig.generator.close(), WAIT_S)
-
-
 def test_neighbouring_seeds_share_no_stream() -> None:
     seeds = {sample_seed(seed, sample) for seed in range(100) for sample in range(100)}
     assert len(seeds) == 100 * 100 and all(0 <= s < 2**63 for s in seeds)
@@ -465,7 +339,8 @@ def test_neighbouring_seeds_share_no_stream() -> None:
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-import tests.integration.test_generators as t
+import tests.generator_rig as t
+from producer_svc.errors import GeneratorError
 async def main():
     rig = t.Rig.__new__(t.Rig)
     rig.kind, rig.tied, rig.folder, rig.model_folder = "vllm", True, Path(sys.argv[1]), Path(sys.argv[1]) / "model"
@@ -477,12 +352,12 @@ async def main():
     await rig.load(1)
     asked = t.request(1)
     for c in await rig.generate(asked):
-        assert abs(rig.logprobs(asked, c, 1) - c.logprobs).max() < 1e-3
+        assert abs(rig.logprobs(asked, c, 1) - c.logprobs).max() < t.FP32_TOLERANCE
     print("ready", flush=True)
     try:
         while True:
             await rig.generate(t.request(2, length=200))
-    except t.GeneratorError as error:
+    except GeneratorError as error:
         print("error", error, flush=True)
     await rig.generator.close()
     print("closed", flush=True)
@@ -515,6 +390,7 @@ def ranks_of(child: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.vllm
+@pytest.mark.skipif(not os.environ.get("NBEHIND_SLOW"), reason="70 s of CPU: set NBEHIND_SLOW=1 to run it")
 @pytest.mark.timeout(600)
 def test_killed_processes_of_a_two_rank_engine(tmp_path: Path) -> None:
     """Two engines at once, to save time: of one the producer is killed, of the other a rank."""
