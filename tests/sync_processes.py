@@ -18,7 +18,7 @@ import torch
 from rollout_queue.connection import connect
 from rollout_queue.keys import Keys
 from rollout_queue.messages import Version
-from weight_sync.channel import Channel, SyncSettings
+from weight_sync.channel import Channel, SyncSettings, nothing
 from weight_sync.gloo_channel import GlooTransport
 from weight_sync.manifest import Manifest
 from weight_sync.publisher import Publisher
@@ -113,8 +113,8 @@ class _FaultyChannel:
     def __init__(self, owner: Faulty, inner: Channel) -> None:
         self._owner, self._inner = owner, inner
 
-    def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
-        self._owner.around(flat, lambda: self._inner.broadcast(flat, timeout_s))
+    def broadcast(self, flat: torch.Tensor, timeout_s: float, beside: Callable[[], None] = nothing) -> None:
+        self._owner.around(flat, lambda: self._inner.broadcast(flat, timeout_s, beside))
 
     def close(self) -> None:
         self._inner.close()
@@ -133,7 +133,7 @@ FAULTS: Mapping[str, Callable[[], Faulty | None]] = {
     "kill": lambda: Faulty(_signal_self(signal.SIGKILL), 4),
     "stop": lambda: Faulty(_signal_self(signal.SIGSTOP), 4),
     "kill_open": lambda: Faulty(_signal_self(signal.SIGKILL), 0, times=0, at_open=True),
-    "kill_last": lambda: Faulty(_signal_self(signal.SIGKILL), 6, after=True),
+    "kill_last": lambda: Faulty(_signal_self(signal.SIGKILL), 7, after=True),
     "flip": lambda: Faulty(_flip, 4, after=True),
     "flip_always": lambda: Faulty(_flip, 0, times=10**9, after=True),
 }

@@ -51,13 +51,15 @@ class EpochCall:
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """A version follows in the epoch's channel. `transfer` counts up through the life of the publisher."""
+    """A version follows in the epoch's channel, and after it its checksum, which is summed up while the bytes move.
+
+    `transfer` counts up through the life of the publisher.
+    """
 
     incarnation: int
     epoch: int
     transfer: int
     number: int
-    checksum: str
     manifest_digest: str
     total_bytes: int
     bucket_bytes: int

@@ -5,6 +5,7 @@ store (rendezvous.py) ─▶ Transport.open ─▶ Channel ─▶ broadcast, bro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -49,11 +50,15 @@ class SyncSettings:
         object.__setattr__(self, "bucket_bytes", max(1, self.bucket_bytes // BLOCK) * BLOCK)
 
 
+def nothing() -> None:
+    """No work beside a broadcast."""
+
+
 class Channel(Protocol):
     """One group of processes: the publisher as rank 0 and the members of an epoch. Used by one thread."""
 
-    def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
-        """Send `flat` (uint8, contiguous) from rank 0 to all, in place.
+    def broadcast(self, flat: torch.Tensor, timeout_s: float, beside: Callable[[], None] = nothing) -> None:
+        """Send `flat` (uint8, contiguous) from rank 0 to all, in place; `beside` is called once while the bytes move.
 
         Raises TransferFailed when a peer is lost or the deadline is missed; after that the channel can only be closed.
         """

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from weight_sync.buckets import BLOCK
 
+CHECKSUM_BYTES = 32  # hex digits
 _WORDS = BLOCK // 8
 
 
@@ -48,7 +49,17 @@ class BlockSums:
         digest = sha256(self._total.to_bytes(8, "little"))
         digest.update(self._sums.astype("<i8").tobytes())
         digest.update(manifest_digest.encode())
-        return digest.hexdigest()[:32]
+        return digest.hexdigest()[:CHECKSUM_BYTES]
+
+
+def as_bytes(value: str) -> torch.Tensor:
+    """A checksum as uint8 [CHECKSUM_BYTES], to be sent after the weights."""
+    return torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor) -> str:
+    """Inverse of as_bytes(). What is not a checksum gives a text that equals none."""
+    return raw.numpy().tobytes().decode("ascii", "replace")
 
 
 def _tail_sum(raw: NDArray[np.uint8]) -> np.int64:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 
+from weight_sync.channel import nothing
 from weight_sync.errors import ChannelClosed, TransferFailed
 
 WAIT_MARGIN_S = 1.0  # the operation ends by its own deadline first, so that nothing runs on behind our back
@@ -19,7 +21,7 @@ class GlooChannel:
     def __init__(self, group: Any) -> None:  # a ProcessGroupGloo, whose methods torch does not type
         self._group = group
 
-    def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
+    def broadcast(self, flat: torch.Tensor, timeout_s: float, beside: Callable[[], None] = nothing) -> None:
         """See channel.Channel. gloo sends along a binomial tree."""
         if self._group is None:
             raise ChannelClosed("this gloo channel is closed; open the next epoch's")
@@ -27,14 +29,22 @@ class GlooChannel:
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=timeout_s)
         try:
-            # no local variable: an error's traceback would keep the group, and with it the sockets, open past close()
-            self._group.broadcast([flat], options).wait(timedelta(seconds=timeout_s + WAIT_MARGIN_S))
+            # no work or group in a variable that an error's traceback holds: the sockets would be open past close()
+            _finish(self._group.broadcast([flat], options), beside, timeout_s + WAIT_MARGIN_S)
         except RuntimeError as error:
             raise TransferFailed(f"gloo broadcast of {flat.numel()} bytes: {brief(error)}") from error
 
     def close(self) -> None:
         """Dropping the last reference closes the sockets; the interpreter lock is released meanwhile."""
         self._group = None
+
+
+def _finish(work: Any, beside: Callable[[], None], limit_s: float) -> None:
+    try:
+        beside()
+        work.wait(timedelta(seconds=limit_s))
+    finally:
+        del work
 
 
 class GlooTransport:

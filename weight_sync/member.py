@@ -20,13 +20,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import redis
+import torch
 
 from rollout_queue.keys import Keys
 from rollout_queue.messages import Version
 from weight_sync.buckets import BLOCK, buckets
 from weight_sync.calls import Ack, Call, CallReader, DropCall, EpochCall, RefuseCall, ShareCall, TransferCall
 from weight_sync.channel import Channel, SyncSettings, Transport
-from weight_sync.checksum import BlockSums
+from weight_sync.checksum import CHECKSUM_BYTES, BlockSums, from_bytes
 from weight_sync.errors import Refused, SyncError, TransferFailed
 from weight_sync.manifest import Manifest
 from weight_sync.rendezvous import join, local_address
@@ -148,43 +149,44 @@ class Member:
 
     # --- one transfer
     def _take_transfer(self, call: TransferCall, channel: Channel) -> None:
-        def receive() -> tuple[Slot, Manifest]:
+        def receive() -> tuple[Slot, Manifest, str]:
             manifest = self._agreed_manifest(call)
             slot = self._files.acquire(call.total_bytes)
             if slot is None:
                 raise TransferFailed(NO_ROOM)
             try:
-                self._receive(call, channel, slot)
+                return slot, manifest, self._receive(call, channel, slot)
             except SyncError:
                 self._files.discard(slot)
                 raise
-            return slot, manifest
 
         self._take(call, call.epoch, receive)
 
     def _take_shared(self, call: ShareCall) -> None:
-        def read() -> tuple[Slot, Manifest]:
+        def read() -> tuple[Slot, Manifest, str]:
             self._check_newer(call)
             slot = self._files.borrow(Path(call.path), call.total_bytes)
             if slot is None:
                 raise TransferFailed(NO_ROOM)
             try:
-                return slot, self._read(call, slot)
+                return slot, self._read(call, slot), call.checksum
             except SyncError:
                 self._files.discard(slot)
                 raise
 
         self._take(call, -1, read)
 
-    def _take(self, call: TransferCall | ShareCall, epoch: int, bring: Callable[[], tuple[Slot, Manifest]]) -> None:
+    def _take(
+        self, call: TransferCall | ShareCall, epoch: int, bring: Callable[[], tuple[Slot, Manifest, str]]
+    ) -> None:
         """Bring the version in, hand it over and say so; or say what failed."""
         began = time.monotonic()
-        version = Version(call.incarnation, call.number, call.checksum)
         try:
-            slot, manifest = bring()
+            slot, manifest, checksum = bring()
         except SyncError as error:
             self._answer_failed(epoch, call.transfer, call.number, error)
             return
+        version = Version(call.incarnation, call.number, checksum)
         self._files.keep(slot, version)
         self._newest = version
         seconds = time.monotonic() - began
@@ -206,19 +208,26 @@ class Member:
             raise TransferFailed("the weights announced do not fit the epoch's manifest")
         return manifest
 
-    def _receive(self, call: TransferCall, channel: Channel, slot: Slot) -> None:
-        """Fill the slot and verify it, bucket by bucket. Raises TransferFailed."""
+    def _receive(self, call: TransferCall, channel: Channel, slot: Slot) -> str:
+        """Fill the slot bucket by bucket, each verified while the next one comes. Returns the checksum. Raises TransferFailed."""
         assert slot.flat is not None
         if call.bucket_bytes <= 0 or call.bucket_bytes % BLOCK:
             raise TransferFailed(f"announced with buckets of {call.bucket_bytes} bytes, not of whole blocks of {BLOCK}")
-        sums = BlockSums(call.total_bytes)
+        sums, summed, flat = BlockSums(call.total_bytes), 0, slot.flat
+
+        def sum_up_to(stop: int) -> Callable[[], None]:
+            begin = summed
+            return lambda: sums.add(begin, flat[begin:stop])
+
         for start, stop in buckets(call.total_bytes, call.bucket_bytes):
             if self._stop.is_set():
                 raise TransferFailed("the receiver is closing")
-            piece = slot.flat[start:stop]
-            channel.broadcast(piece, call.timeout_s)
-            sums.add(start, piece)
-        _verify(sums, call)
+            channel.broadcast(flat[start:stop], call.timeout_s, sum_up_to(start))
+            summed = start
+        told = torch.empty(CHECKSUM_BYTES, dtype=torch.uint8)
+        channel.broadcast(told, call.timeout_s, sum_up_to(call.total_bytes))
+        _verify(sums, call, from_bytes(told))
+        return from_bytes(told)
 
     def _read(self, call: ShareCall, slot: Slot) -> Manifest:
         """Verify the publisher's memory in place. Raises TransferFailed, SyncError for a manifest that is none."""
@@ -231,14 +240,14 @@ class Member:
             if self._stop.is_set():
                 raise TransferFailed("the receiver is closing")
             sums.add(start, slot.reading.raw[start:stop])
-        _verify(sums, call)
+        _verify(sums, call, call.checksum)
         return manifest
 
 
-def _verify(sums: BlockSums, call: TransferCall | ShareCall) -> None:
+def _verify(sums: BlockSums, call: TransferCall | ShareCall, told: str) -> None:
     found = sums.hex(call.manifest_digest)
-    if found != call.checksum:
-        raise TransferFailed(f"version {call.number} arrived damaged: checksum {found} instead of {call.checksum}")
+    if found != told:
+        raise TransferFailed(f"version {call.number} arrived damaged: checksum {found} instead of {told!r}")
 
 
 def newest_epoch_only(calls: list[Call]) -> list[Call]:

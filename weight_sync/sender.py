@@ -1,10 +1,10 @@
 """The publisher's thread, step by step.
 
-    staged? ─▶ checksum ─▶ who lacks it? ─┬─ shares our memory ─▶ announce the place ────────────────────▶ acks
-                              ▲           └─ others ─▶ epoch ─▶ announce ─▶ buckets ────────────────────────┤
-                              │                         │          │         │                              │
-                              └── left out ◀────────────┴──────────┴─────────┴──────────────────────────────┘
-                                  whoever missed the deadline; the others get the same version in the next epoch
+    staged? ─▶ who lacks it? ─┬─ shares our memory ─▶ checksum ─▶ announce the place ───────────────▶ acks
+                     ▲        └─ others ─▶ epoch ─▶ announce ─▶ buckets, summed meanwhile ─▶ checksum ─┤
+                     │                      │          │         │                                     │
+                     └── left out ◀─────────┴──────────┴─────────┴─────────────────────────────────────┘
+                         whoever missed the deadline; the others get the same version in the next epoch
 consumes: staged versions, acks, the register.  produces: calls, transfers.
 waits for: the trainer's next version, joiners (poll_s), and inside a transfer for its members, each wait with a deadline.
 """
@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import redis
@@ -24,8 +25,8 @@ from rollout_queue.messages import Version
 from weight_sync.attendance import Attendance
 from weight_sync.buckets import buckets
 from weight_sync.calls import ShareCall, TransferCall, send_call
-from weight_sync.channel import Channel, SyncSettings, Transport
-from weight_sync.checksum import checksum
+from weight_sync.channel import Channel, SyncSettings, Transport, nothing
+from weight_sync.checksum import BlockSums, as_bytes, checksum
 from weight_sync.choice import SHM, common
 from weight_sync.epoch import Absent, EpochHost
 from weight_sync.errors import TransferFailed
@@ -66,19 +67,20 @@ class Sender:
         """Do what is due; False when there was nothing to send."""
         self._take_staged()
         self._there.look()
-        if self._current is None or self._version is None:
+        if self._current is None:
             return False
         sessions = self._there.roster.targets(self._current.number)
         if not sessions:
+            self._identify(self._current)
             self._staging.prepare()
             return False
         members = self._there.roster.members
         local = {n: s for n, s in sessions.items() if SHM in members[n].transports and self._current.path is not None}
         remote = {n: s for n, s in sessions.items() if n not in local}
         if local:
-            self._share(self._current, self._version, local)
+            self._share(self._current, local)
         if remote:
-            self._deliver(self._current, self._version, remote)
+            self._deliver(self._current, remote)
         return True
 
     def reset(self) -> None:
@@ -98,14 +100,21 @@ class Sender:
             return
         if self._current is not None:
             self._current.release()
-        self._current = taken
-        value = checksum(taken.flat, taken.manifest.digest)
-        self._version = Version(self._incarnation, taken.number, value)
-        self._ledger.computed(self._version)
+        self._current, self._version = taken, None
+
+    def _identify(self, staged: StagedVersion, sums: BlockSums | None = None) -> Version:
+        """The version with its checksum, of `sums` if they were made already."""
+        if self._version is None:
+            digest = staged.manifest.digest
+            value = sums.hex(digest) if sums is not None else checksum(staged.flat, digest)
+            self._version = Version(self._incarnation, staged.number, value)
+            self._ledger.computed(self._version)
+        return self._version
 
     # --- members that read our memory
-    def _share(self, staged: StagedVersion, version: Version, sessions: Mapping[str, str]) -> None:
+    def _share(self, staged: StagedVersion, sessions: Mapping[str, str]) -> None:
         began = time.monotonic()
+        version = self._identify(staged)
         self._transfer += 1
         self._ledger.offer(version, sessions)  # before it is announced: whoever stamps it was given it
         call = ShareCall(
@@ -122,7 +131,7 @@ class Sender:
         self._settle(sessions, NO_EPOCH, version, staged, began)
 
     # --- members of a group
-    def _deliver(self, staged: StagedVersion, version: Version, sessions: Mapping[str, str]) -> None:
+    def _deliver(self, staged: StagedVersion, sessions: Mapping[str, str]) -> None:
         began = time.monotonic()
         members = self._there.roster.members
         try:
@@ -143,10 +152,9 @@ class Sender:
             self._blame(sessions, -1, str(error))
             return
         self._transfer += 1
-        self._ledger.offer(version, sessions)  # before the first byte: whoever stamps it was given it
         try:
-            self._announce(staged, version)
-            self._send(channel, staged)
+            self._announce(staged)
+            version = self._send(channel, staged, sessions)
         except TransferFailed as error:
             self._epoch.close()  # frees the members that still wait inside a broadcast
             self._failed(error)
@@ -154,13 +162,12 @@ class Sender:
             return
         self._settle(sessions, self._epoch.number, version, staged, began)
 
-    def _announce(self, staged: StagedVersion, version: Version) -> None:
+    def _announce(self, staged: StagedVersion) -> None:
         call = TransferCall(
             incarnation=self._incarnation,
             epoch=self._epoch.number,
             transfer=self._transfer,
-            number=version.number,
-            checksum=version.checksum,
+            number=staged.number,
             manifest_digest=staged.manifest.digest,
             total_bytes=staged.manifest.total_bytes,
             bucket_bytes=self._settings.bucket_bytes,
@@ -168,11 +175,19 @@ class Sender:
         )
         send_call(self._client, self._keys, call)
 
-    def _send(self, channel: Channel, staged: StagedVersion) -> None:
-        for start, stop in buckets(staged.manifest.total_bytes, self._settings.bucket_bytes):
+    def _send(self, channel: Channel, staged: StagedVersion, sessions: Mapping[str, str]) -> Version:
+        """The weights, then their checksum; members know the version only with it, so it is offered just before."""
+        limit_s, total = self._settings.transfer_timeout_s, staged.manifest.total_bytes
+        sums = BlockSums(total) if self._version is None else None
+        for start, stop in buckets(total, self._settings.bucket_bytes):
             if self._stop.is_set():
                 raise TransferFailed("the publisher is closing")
-            channel.broadcast(staged.flat[start:stop], self._settings.transfer_timeout_s)
+            piece = staged.flat[start:stop]
+            channel.broadcast(piece, limit_s, partial(sums.add, start, piece) if sums is not None else nothing)
+        version = self._identify(staged, sums)
+        self._ledger.offer(version, sessions)
+        channel.broadcast(as_bytes(version.checksum), limit_s)
+        return version
 
     # --- what became of it
     def _settle(

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "nbehind-weights"
 FILES = 2
+NAMED_WITHIN_S = 60.0  # a new file has no name for a moment, and one that stays without has lost its process
 
 
 @dataclass(slots=True)
@@ -141,8 +143,10 @@ class SharedFiles:
 
 def clean(folder: Path) -> None:
     """Remove files of dead processes, of any run: they hold memory."""
-    for path in folder.glob(f"{PREFIX}-*"):
+    for path in (*folder.glob(f"{PREFIX}-*"), *folder.glob(f".{PREFIX}-*")):
         try:
+            if path.name.startswith(".") and time.time() - path.stat().st_mtime < NAMED_WITHIN_S:
+                continue
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # gone, or of another user
             continue
