@@ -43,6 +43,7 @@ EXTENSION = "producer_svc.vllm_worker.WorkerExtension"
 BLOCK_TOKENS = 32  # KV block on CPU: the default of 128 would share no prefix of a short prompt
 MIN_BATCH_TOKENS = 2048
 MAX_SEQUENCES = 1024
+MODEL_FOLDER = Version(0, 0, "model folder")  # before the first swap
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
@@ -167,6 +168,7 @@ class VllmBackend:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         self._engine.reset_prefix_cache()
+        self._name_version(MODEL_FOLDER)
 
     def close(self) -> None:
         if self._engine is None:
@@ -260,11 +262,13 @@ class VllmBackend:
         if not keep_cache or not self._engine.has_unfinished_requests():
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.collective_rpc("nb_commit", args=(str(staged.path), staged.manifest.encode()))
-        name = label(staged.version)
-        self._versions[name] = staged.version
-        self._engine.set_weight_version(name)
+        self._name_version(staged.version)
         for key, sample in begun_anew:
             self._add_sample(key, sample)
+
+    def _name_version(self, version: Version) -> None:
+        self._versions[label(version)] = version
+        self._engine.set_weight_version(label(version))
 
     def _forget_unbegun(self) -> list[tuple[int, int]]:
         """Take the samples without a token out of the engine: under their old salt they would find stale prefixes."""
