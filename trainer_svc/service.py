@@ -30,6 +30,7 @@ from trainer_svc.batch import make_batch
 from trainer_svc.durability import Durability
 from trainer_svc.engine import Engine
 from trainer_svc.errors import TrainerError
+from trainer_svc.heartbeat import TTL_S
 from trainer_svc.intake import Intake, Taken
 from trainer_svc.ledger import Ledger
 from trainer_svc.phases import PhaseClock
@@ -130,6 +131,7 @@ class TrainerService:
         start = time.time()
         with self._clock.phase("train"):
             stats = self._engine.train_step(batch)
+        self._queue.heartbeat(TTL_S)  # a trainer that was stopped meanwhile must leave no trace of this step
         self._recorder.trained(start, time.time())
         self._recorder.account(self.step, taken, self._engine.named_weights)
         return stats
