@@ -118,6 +118,8 @@ def _make(folder: Path, build: Builder, say: Callable[[str], None]) -> None:
         build(temporary, say)
         check_model_folder(temporary)
         temporary.rename(folder)
+    except ImportError as error:
+        raise StartError(f"the model {folder.name} needs a package that is missing: {error}; run make setup") from error
     except RuntimeError as error:
         raise StartError(f"the model {folder.name} could not be made: {error}") from error
     finally:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,21 @@ def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     blocked.write_text("a file where the folder should be")
     with pytest.raises(StartError, match="set NBEHIND_CACHE"):
         prepare_model("demo", blocked)
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [(ImportError("No module named 'gguf'"), "needs a package that is missing"), (RuntimeError("skill 0.02"), "could not be made: skill 0.02"), (OSError(28, "No space left on device"), "free some space")],
+)  # fmt: skip
+def test_a_build_that_fails_says_why_and_leaves_nothing(tmp_path: Path, error: Exception, complaint: str) -> None:
+    def build(folder: Path, say: Callable[[str], None]) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        raise error
+
+    with pytest.raises(StartError, match=complaint):
+        models._made_once(tmp_path / "made-1", build, lambda line: None)
+    assert [p.name for p in tmp_path.iterdir()] == [".made-1.lock"]
 
 
 def test_the_cache_can_be_put_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
