@@ -45,9 +45,10 @@ class Publisher:
         hello: Mapping[str, str],
         settings: SyncSettings | None = None,
         transport: Transport | None = None,
+        gpu: Mapping[str, str] | None = None,
     ) -> None:
         """`client` returns bytes. `hello` is compared with every member's (membership.mismatch); `transport` replaces
-        the one of its name.
+        the one of its name, `gpu` what this process finds of GPUs (transports.facts).
 
         SyncError when `settings.interface` is not there.
         """
@@ -60,14 +61,14 @@ class Publisher:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._error: BaseException | None = None
-        own = facts(mode)
+        own = facts(mode) if gpu is None else gpu
         self._there = Attendance(client, keys, incarnation, hello, own, self._settings, self._ledger, self._stop)
         self._sender = Sender(
             client,
             keys,
             incarnation,
             self._settings,
-            {**make_transports(), **({transport.name: transport} if transport else {})},
+            make_transports(self._settings, transport),
             self._there,
             self._staging,
             self._ledger,

@@ -40,16 +40,19 @@ class Receiver:
         settings: SyncSettings,
         on_staged: Callable[[StagedWeights], None],
         transport: Transport | None = None,
+        gpu: Mapping[str, str] | None = None,
     ) -> None:
         """`client` returns bytes. `on_staged` is called in the receiver's thread and should return soon.
 
-        `transport` replaces the one of its name. A version whose file is still to be read has to be answered by `swapped` before a third one can arrive.
+        `transport` replaces the one of its name, `gpu` what this process finds of GPUs (transports.facts).
+
+        A version whose file is still to be read has to be answered by `swapped` before a third one can arrive.
         """
         self._settings = settings
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._files = SharedFiles(settings.shm_dir, keys.run, member)
-        offers = facts(settings.transport)
+        offers = dict(facts(settings.transport) if gpu is None else gpu)
         if settings.transport in (SHM, "auto"):
             offers |= shm_offer(self._files.token())
         self._reporter = Reporter(client, keys, member, {**hello, **offers}, settings, self._files)
@@ -58,7 +61,7 @@ class Receiver:
             keys,
             member,
             settings,
-            {**make_transports(), **({transport.name: transport} if transport else {})},
+            make_transports(settings, transport),
             self._files,
             self._reporter,
             on_staged,

@@ -48,7 +48,7 @@ class Region:
         """Room for `size` bytes, new ones zero; earlier tensors keep what was there. SyncError when there is no memory."""
         if size > self._size:
             try:
-                reserve(self._descriptor, size, self.path)
+                reserve(self._descriptor, size, self.path, self._size)
             except SyncError as error:
                 if self.path is None or self._must_share:
                     raise
@@ -69,7 +69,7 @@ class Region:
     def seal(self, trailer: bytes) -> None:
         """Put `trailer` after the content, for readers: its size is fixed."""
         if self.path is not None:
-            reserve(self._descriptor, self._size + len(trailer), self.path)
+            reserve(self._descriptor, self._size + len(trailer), self.path, self._size)
             os.pwrite(self._descriptor, trailer, self._size)
 
     def begin_write(self) -> bool:
@@ -151,10 +151,10 @@ def make_file(path: Path, lock: int) -> int:
     return descriptor
 
 
-def reserve(descriptor: int, length: int, path: Path | None) -> None:
-    """Reserve memory now, since a write to a full tmpfs kills the process. SyncError when there is none."""
+def reserve(descriptor: int, length: int, path: Path | None, have: int = 0) -> None:
+    """Reserve memory from `have` up to `length` now, since a write to a full tmpfs kills the process. SyncError when there is none."""
     try:
-        os.posix_fallocate(descriptor, 0, max(1, length))
+        os.posix_fallocate(descriptor, have, max(1, length - have))
     except OSError as error:
         hint = "; give the container more with --shm-size" if error.errno == errno.ENOSPC else ""
         where = path or "memory"

@@ -131,11 +131,15 @@ class StagingArea:
 
     def prepare(self) -> None:
         """Make the second buffer before it is needed. For the sending thread, after the first version."""
+        if self.manifest is None or len(self._all) >= BUFFERS:
+            return
+        buffer = self._make(self.manifest)  # without the lock: it takes longer than a copy
+        buffer.region.end_write()
         with self._lock:
-            if self.manifest is None or len(self._all) >= BUFFERS:
+            if len(self._all) >= BUFFERS:
+                buffer.region.close()
                 return
-            buffer = self._make(self.manifest)
-            buffer.region.end_write()
+            self._all.append(buffer)
             self._free.append(buffer)
 
     def take(self) -> StagedVersion | None:
@@ -181,7 +185,9 @@ class StagingArea:
                 return overwritten.buffer
             if len(self._all) >= BUFFERS and not self._free:
                 raise SyncError("both staging buffers are held by transfers; release them before the next publish")
-            return self._make(manifest)
+            made = self._make(manifest)
+            self._all.append(made)
+            return made
 
     def _drop_spare(self) -> None:
         """Beyond two, a buffer lives only as long as a member reads it."""
@@ -199,7 +205,6 @@ class StagingArea:
         except BaseException:
             region.close()
             raise
-        self._all.append(buffer)
         return buffer
 
 
