@@ -29,6 +29,13 @@ def model_digest(folder: Path) -> str:
     return sha256(json.dumps([config.get(k) for k in _IDENTITY]).encode()).hexdigest()[:16]
 
 
+def quantization(folder: Path) -> str:
+    """How the engine keeps the weights of this model folder: the method that its config.json names, else "none"."""
+    path = folder / "config.json"
+    found = json.loads(path.read_text()).get("quantization_config") if path.exists() else None
+    return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else "none"
+
+
 def hello(config: Config, tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
     """Named values that are compared one by one (weight_sync/membership.py)."""
     return {
@@ -36,4 +43,5 @@ def hello(config: Config, tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
         "tokenizer": tokenizer.digest,
         "model": "fake" if config.model.path == "fake" else model_digest(folder),
         "transport": config.sync.transport,
+        "quantization": "none" if config.model.path == "fake" else quantization(folder),
     }

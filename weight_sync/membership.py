@@ -153,14 +153,22 @@ _REMEDIES: Mapping[str, str] = {
     "model": "give both the same model.path (the architectures differ)",
     "transport": "give both the same sync.transport",
 }
-_INFORMATIVE = frozenset({"torch", "host"})  # gloo works between torch versions; listed in messages only
+_INFORMATIVE = frozenset({"torch", "host", "quantization"})  # not compared: gloo works between torch versions
+PLAIN = "none"  # quantization of an engine that keeps weights as they come
 
 
 def mismatch(ours: Mapping[str, str], member: str, record: Record) -> str:
     """Why the member cannot receive from us: both sides and the remedy; '' when it can.
 
-    Every value of the publisher's hello must be equal, except those of `_INFORMATIVE`.
+    Every value of the publisher's hello must be equal, except those of `_INFORMATIVE`. A member whose engine quantizes
+    must say (`requantize` = yes) that it can do so again with every version.
     """
+    kind = record.hello.get("quantization", PLAIN)
+    if kind != PLAIN and record.hello.get("requantize") != "yes":
+        return (
+            f"producer {member} ({record.where}) keeps its weights quantized ({kind}) and cannot quantize new ones, while "
+            f"the trainer sends {ours.get('dtype', 'plain')}: use a model.path without quantization_config"
+        )
     wrong = [k for k in ours if k not in _INFORMATIVE and record.hello.get(k) != ours[k]]
     if not wrong:
         return ""

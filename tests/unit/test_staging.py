@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rollout_queue.messages import Version
 from weight_sync.errors import Refused, Superseded, SyncError, TransferFailed
 from weight_sync.ledger import VersionLedger
+from weight_sync.manifest import Manifest
+from weight_sync.regions import Reading, Region
 from weight_sync.shm_files import SharedFiles, clean
 from weight_sync.staging import StagingArea
 
@@ -193,3 +200,112 @@ def test_the_ledger_knows_what_was_offered_to_whom() -> None:
         ledger.wait(5, 0.0, lambda: None)
     ledger.prune(3)
     assert (ledger.offered(), ledger.given("a")) == ({}, set())
+
+
+# --- sources that do not hold the whole model
+def test_a_generator_is_taken_in_tensor_by_tensor() -> None:
+    """A sharded trainer gathers one tensor at a time: none may be kept, for the first version or a later one."""
+    alive = weakref.WeakSet()
+    most = 0
+
+    def gathered(number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for i in range(30):
+            tensor = torch.full((100 + i, 7), float(number + i))
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield f"w{i}", tensor
+            del tensor
+
+    area = StagingArea()
+    for number in range(4):
+        area.stage(number, gathered(number), torch.bfloat16)
+        taken = area.take()
+        assert taken is not None
+        assert [float(t[-1, -1]) for t in taken.buffer.views.values()] == [number + i for i in range(30)]
+        taken.release()
+    assert most <= 2, "the one being copied, and the next while it is made"
+    assert not alive
+
+
+def test_a_generator_that_differs_in_the_middle_leaves_the_area_as_it_was() -> None:
+    area = StagingArea()
+    good = [("a", torch.ones(100)), ("b", torch.ones(5)), ("c", torch.ones(3))]
+    area.stage(0, iter(good), None)
+    for bad, message in (
+        (good[:2], "3 tensors have become 2"),
+        ([*good, ("d", torch.ones(1)), ("e", torch.ones(1))], "3 tensors have become 5"),
+        ([good[0], good[2], good[1]], r"b float32\[5\] has become c float32\[3\]"),
+        ([good[0], ("b", torch.ones(6)), good[2]], r"b float32\[5\] has become b float32\[6\]"),
+        ([good[0], good[0], good[2]], "given twice"),
+    ):
+        with pytest.raises(Refused, match=message):
+            area.stage(1, iter(bad), None)
+    taken = area.take()
+    assert taken is not None
+    assert taken.number == 0
+    assert float(taken.flat.view(torch.float32).sum()) == 108.0
+    taken.release()
+    area.stage(1, iter(good), None)
+
+
+# --- memory that others read
+def test_memory_that_is_read_is_not_written_and_a_spare_lives_as_long_as_it_is_needed(tmp_path: Path) -> None:
+    names = itertools.count()
+    area = StagingArea(lambda: Region(tmp_path / f"region{next(names)}"))
+    readings = []
+    for number in range(4):
+        area.stage(number, weights(number), None)
+        taken = area.take()
+        assert taken is not None
+        assert taken.path is not None
+        readings.append(Reading(taken.path, tmp_path / f"mine{number}", taken.manifest.total_bytes))
+        taken.release()
+    assert [float(r.raw.view(np.float32)[0]) for r in readings] == [0.0, 1.0, 2.0, 3.0]
+    assert Manifest.decode(readings[0].trailer) == area.manifest
+    assert len(list(tmp_path.glob("region*"))) == 4
+    for reading in readings:
+        reading.release()
+    assert list(tmp_path.glob("mine*")) == []
+    for number in range(4, 8):
+        area.stage(number, weights(number), None)
+        assert value(area) == float(number)
+    assert len(list(tmp_path.glob("region*"))) == 2
+    area.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_is_being_written_or_gone_or_short_cannot_be_read(tmp_path: Path) -> None:
+    region = Region(tmp_path / "region")
+    region.grow(100)
+    with pytest.raises(TransferFailed, match="being written"):
+        Reading(tmp_path / "region", tmp_path / "mine", 100)
+    region.end_write()
+    with pytest.raises(TransferFailed, match="has 100 of 101 bytes"):
+        Reading(tmp_path / "region", tmp_path / "mine", 101)
+    with pytest.raises(TransferFailed, match="cannot be opened"):
+        Reading(tmp_path / "other", tmp_path / "mine", 1)
+    assert not (tmp_path / "mine").exists()
+    held = Reading(tmp_path / "region", tmp_path / "mine", 100)
+    assert not region.begin_write()
+    region.close()
+    assert (tmp_path / "mine").stat().st_size == 100, "the reader's own name stays"
+    with pytest.raises((ValueError, TypeError)):
+        held.raw[0] = 1
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_shared_memory_makes_the_weights_private_where_they_need_not_be_shared(tmp_path: Path) -> None:
+    region = Region(tmp_path / "region", must_share=False)
+    region.grow(8)[:] = torch.arange(8, dtype=torch.uint8)
+    os.close(region._descriptor)
+    region._descriptor = os.open(tmp_path / "region", os.O_RDONLY)  # nothing more can be reserved through this one
+    flat = region.grow(16)
+    assert flat.tolist() == [*range(8), *[0] * 8]
+    assert region.path is None
+    assert list(tmp_path.iterdir()) == []
+    region.end_write()
+    assert region.begin_write()
+    with pytest.raises(SyncError, match="cannot reserve"):
+        Region(tmp_path / "must").grow(1 << 60)
