@@ -1,13 +1,14 @@
 """What weight updates cost a producer: `python -m bench.stall [--models demo smollm2] [--modes keep] [--json FILE]`.
 
 A real vLLM engine, pinned to the last core, generates without a pause; the process that publishes is pinned to the first
-core. Rounds without updates and with one every few seconds take turns, so that both see the same machine. A version goes
+core. Periods without and with an update at their beginning take turns, so that both see the same machine. A version goes
 through the real weight channel: staged, sent, verified, swapped in between two engine steps. Then, with nothing running,
 our swap takes turns with the engine's own load of the same weights from its model folder.
 
-Figures of a row: generated tokens/s without and with updates and their ratio; the swap while generating (the time that no
-step of the engine can run; computing KV caches again comes after it and is part of the tokens/s); the swap and the
-engine's own load while idle, and their ratio.
+Figures of a row, medians: generated tokens/s without and with updates and the ratio of neighbouring periods; the same by
+second of CPU that the engine's process got, which other load on the machine does not change; the swap while generating (the
+time that no step of the engine can run; computing KV caches again comes after it and is part of the tokens/s); the swap
+and the engine's own load while idle, and their ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +49,7 @@ LOADS = 6  # idle swaps and local loads, taken in turn
 class Load:
     """What is generated: requests of `samples` completions each, drawn without end. Lengths in tokens."""
 
-    every_s: float  # between updates
-    round_s: float
+    every_s: float  # a period
     requests: int  # in flight
     samples: int
     prompt: int
@@ -58,8 +58,8 @@ class Load:
 
 
 LOADS_OF = {
-    "demo": Load(5.0, 20.0, requests=16, samples=8, prompt=12, shortest=2, longest=8),
-    "smollm2": Load(15.0, 45.0, requests=4, samples=8, prompt=48, shortest=8, longest=64),
+    "demo": Load(5.0, requests=16, samples=8, prompt=12, shortest=2, longest=8),
+    "smollm2": Load(15.0, requests=4, samples=8, prompt=48, shortest=8, longest=64),
 }
 
 
@@ -92,13 +92,13 @@ class Engine:
         self.pipe, self.load, self.vocabulary = pipe, load, vocabulary_of(folder)
         self.arrived: asyncio.Queue[StagedWeights] = asyncio.Queue()
         self.client = connect(url)
-        loop = asyncio.get_event_loop()
         self.receiver = Receiver(
             self.client, Keys("bench"), "engine", HELLO, SyncSettings(),
-            lambda staged: loop.call_soon_threadsafe(self.arrived.put_nowait, staged) and None,
+            self.stage,
         )  # fmt: skip
 
     async def run(self) -> None:
+        self.loop = asyncio.get_running_loop()
         await self.generator.start()
         self.receiver.start()
         swapping = asyncio.create_task(self.take_weights())
@@ -119,11 +119,15 @@ class Engine:
                 self.backend._engine.collective_rpc("reload_weights")
                 self.pipe.send(time.perf_counter() - began)
                 continue
-            self.pipe.send((self.generator.progress(), time.perf_counter(), list(self.swaps)))
-        swapping.cancel()
+            self.pipe.send((self.generator.progress(), time.perf_counter(), time.process_time(), list(self.swaps)))
+        for task in (swapping, *working):
+            task.cancel()
         self.receiver.close()
         await self.generator.close()
         self.client.close()
+
+    def stage(self, staged: StagedWeights) -> None:
+        self.loop.call_soon_threadsafe(self.arrived.put_nowait, staged)
 
     async def take_weights(self) -> None:
         while True:
@@ -150,6 +154,22 @@ def vocabulary_of(folder: Path) -> int:
 
 
 # --- the publishing process
+class Count(NamedTuple):
+    """The engine's answer: tokens so far, its clock, CPU seconds of its process, seconds of every swap."""
+
+    tokens: int
+    at: float
+    cpu_s: float
+    swaps: list[float]
+
+
+class Period(NamedTuple):
+    """Generated tokens per second, and per CPU second."""
+
+    per_s: float
+    per_cpu_s: float
+
+
 class Bench:
     """One engine process, and a publisher that gives it versions."""
 
@@ -165,45 +185,43 @@ class Bench:
 
     def update(self, wait: bool) -> None:
         """Publish the next version; with `wait` until the engine has swapped it in."""
-        swaps = len(self.ask("count")[2]) if wait else 0
+        swaps = len(Count(*self.ask("count")).swaps) if wait else 0
         self.number += 1
         self.publisher.publish(self.number, self.named)
         end = time.monotonic() + DEADLINE_S
-        while wait and len(self.ask("count")[2]) <= swaps:
+        while wait and len(Count(*self.ask("count")).swaps) <= swaps:
             self.publisher.check()
             if time.monotonic() > end:
                 raise SystemExit(f"bench: no swap; {self.publisher.status()}")
             time.sleep(0.05)
 
-    def rate(self, updates: bool) -> float:
-        """Generated tokens per second over a round."""
-        tokens, began, _ = self.ask("count")
-        for second in range(1, round(self.load.round_s / self.load.every_s) + 1):
-            if updates:
-                self.update(wait=False)
-            time.sleep(max(0.0, self.load.every_s * second - (self.ask("count")[1] - began)))
-        after, ended, _ = self.ask("count")
-        return float((after - tokens) / (ended - began))
+    def period(self, update: bool) -> Period:
+        """One period, with an update at its beginning or without."""
+        before = Count(*self.ask("count"))
+        if update:
+            self.update(wait=False)
+        time.sleep(max(0.0, self.load.every_s - (time.perf_counter() - before.at)))
+        after = Count(*self.ask("count"))
+        tokens = after.tokens - before.tokens
+        return Period(tokens / (after.at - before.at), tokens / (after.cpu_s - before.cpu_s))
 
     def measure(self, rounds: int) -> dict[str, Any]:
         self.update(wait=True)
         self.ask("work")
         time.sleep(self.load.every_s)
-        seen = len(self.ask("count")[2])
-        pairs = [(self.rate(False), self.rate(True)) for _ in range(rounds)]
-        busy = self.ask("rest")[2][seen:]
+        seen = len(Count(*self.ask("count")).swaps)
+        pairs = [(self.period(False), self.period(True)) for _ in range(rounds)]
+        busy = Count(*self.ask("rest")).swaps[seen:]
         idle, local = [], []
         for _ in range(LOADS):
-            before = len(self.ask("count")[2])
             self.update(wait=True)
-            idle.append(self.ask("count")[2][before])
+            idle.append(Count(*self.ask("count")).swaps[-1])
             local.append(self.ask("local"))
-        without, with_updates = (statistics.median(column) for column in zip(*pairs, strict=True))
         return {
-            "tokens_per_s_without": without,
-            "tokens_per_s_with": with_updates,
-            "ratio": statistics.median(b / a for a, b in pairs),
-            "ratios": [b / a for a, b in pairs],
+            "tokens_per_s_without": statistics.median(a.per_s for a, _ in pairs),
+            "tokens_per_s_with": statistics.median(b.per_s for _, b in pairs),
+            "ratio": statistics.median(b.per_s / a.per_s for a, b in pairs),
+            "ratio_by_cpu": statistics.median(b.per_cpu_s / a.per_cpu_s for a, b in pairs),
             "updates": len(busy),
             "swap_busy_s": statistics.median(busy),
             "swap_idle_s": statistics.median(idle[1:]),
@@ -251,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(LOADS_OF), choices=list(LOADS_OF), help="what generates")
     parser.add_argument("--modes", nargs="+", default=["keep"], help="producer.in_flight")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds without and with updates")
+    parser.add_argument("--rounds", type=int, default=6, help="periods without, and as many with updates")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     arguments = parser.parse_args()
     cores = os.sched_getaffinity(0)

@@ -133,6 +133,7 @@ def _members(client: redis.Redis, keys: Keys) -> dict[str, dict[str, Any]]:
 def _member(record: bytes, status: bytes | None) -> dict[str, Any]:
     known = _map(status, "member") if status else {}
     seconds, nbytes = float(known.get("seconds", 0)), int(known.get("bytes", 0))
+    epoch = known.get("epoch", -1)  # -1: its transport needs no group
     try:
         where = Record.decode(record).where
     except SyncError:
@@ -141,7 +142,7 @@ def _member(record: bytes, status: bytes | None) -> dict[str, Any]:
         "where": where,
         "received": known.get("version"),  # [incarnation, number, checksum]
         "in_use": known.get("swapped"),
-        "epoch": known.get("epoch"),
+        "epoch": epoch if isinstance(epoch, int) and epoch >= 0 else None,
         "transfer_s": seconds or None,
         "transfer_mib": round(nbytes / MIB, 3) if nbytes else None,
         "mib_per_s": round(nbytes / MIB / seconds, 1) if seconds and nbytes else None,
