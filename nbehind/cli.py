@@ -194,7 +194,7 @@ def chaos_command(arguments: Arguments) -> int:
     from nbehind.chaos.command import main as chaos_main
 
     a = arguments
-    return chaos_main(Options(a.minutes, a.seed, a.backend, a.json, a.keep, a.n_behind, a.order))
+    return chaos_main(Options(a.minutes, a.seed, a.backend, a.json, a.keep, a.n_behind, a.order, tuple(a.only)))
 
 
 def report_command(arguments: Arguments) -> int:
@@ -284,6 +284,7 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("fake", "vllm"), default="fake", help="what generates (default fake)")
     parser.add_argument("--n-behind", type=_index, default=0, metavar="N", help="run.n_behind (default 0)")
     parser.add_argument("--order", choices=("strict", "ready"), default="strict", help="run.order (default strict)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help="only faults of these kinds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="run there and keep it (default: a temporary folder)"

@@ -1,6 +1,6 @@
 """An account of every optimizer step for an independent judge: which requests, from which versions, and what came out.
 
-    {"kind": "life", incarnation, parent, step, t}                   a trainer began at `step`, from a checkpoint of `parent` (0: none)
+    {"kind": "life", incarnation, parent, step, pid, t}     a trainer began at `step`, from a checkpoint of `parent` (0: none)
     {"kind": "step", incarnation, step, t, requests, oldest, newest, weights}     before the step counts as done
 
 Only appended to, by every life of the trainer, and never rotated: a judge needs all of it. So it is off unless
@@ -32,7 +32,7 @@ class StepLedger:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(folder / LEDGER, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._incarnation = incarnation
-        self._write({"kind": "life", "parent": parent, "step": step})
+        self._write({"kind": "life", "parent": parent, "step": step, "pid": os.getpid()})
 
     def trained(self, step: int, taken: Sequence[Taken], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The step is trained; `weights` are those after it."""

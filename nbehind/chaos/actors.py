@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,15 +32,17 @@ MARK = "NBEHIND_CHAOS"  # in the environment of every process of the run
 AOF = "appendonlydir"
 RESTART_S = 0.5  # from a death to its successor
 ZOMBIE_LEAVES_S = 30.0  # a trainer that wakes up beside its successor must be gone by then
+ABORT_S = 0.5
 REDIS_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class Zombie:
-    """A trainer that was stopped while a successor began. `woken_at`: monotonic seconds, None while it is stopped."""
+    """A trainer that was stopped while a successor began. `since`: it is awake and the successor has claimed the run (monotonic seconds)."""
 
     child: Child
-    woken_at: float | None = None
+    awake: bool = False
+    since: float | None = None
 
 
 @dataclass(slots=True)
@@ -65,8 +67,11 @@ class Notes:
 class Actors:
     """Starts, kills, stops and restarts. As a context manager: nothing of it is left in the end."""
 
-    def __init__(self, folder: Path, config: Config, guardian: Guardian) -> None:
+    def __init__(
+        self, folder: Path, config: Config, guardian: Guardian, say: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.folder = folder
+        self._say = say
         self.config = config
         self.notes = Notes()
         self.zombies: list[Zombie] = []
@@ -79,6 +84,7 @@ class Actors:
         self.proxies: dict[str, Proxy] = {}
         self.places: dict[str, Place] = {}
         self._overrides: list[str] = []
+        self.owner = 0  # pid of the trainer that claimed the run last
         self.settled = False  # nobody gets a successor any more
 
     @property
@@ -104,6 +110,7 @@ class Actors:
         log = self.folder / "logs" / f"{self.config.run.name}-{name}.{self._lives}.log"
         child = Child(f"{name}.{self._lives}", self._command(name), log, self._environment(name))
         self._guardian.add(child.pid)
+        self._say(f"{child.name} starts (pid {child.pid})")
         place.child, place.start_at, place.leaving = child, None, False
         return child
 
@@ -162,9 +169,12 @@ class Actors:
             self.places.pop(name, None)
 
     def bury_trainer(self) -> Child | None:
-        """The trainer becomes a zombie: it is stopped, and does not hold its place any more."""
+        """The trainer becomes a zombie: it is stopped, and does not hold its place any more.
+
+        Only one that owns the run: one that is still starting would claim it when it wakes up, and rightly go on.
+        """
         child = self.alive("trainer")
-        if child is None:
+        if child is None or child.pid != self.owner:
             return None
         send(child, signal.SIGSTOP)
         self.zombies.append(Zombie(child))
@@ -175,9 +185,10 @@ class Actors:
 
     def wake(self, child: Child) -> None:
         send(child, signal.SIGCONT)
+        self._say(f"{child.name} wakes up")
         for zombie in self.zombies:
             if zombie.child is child:
-                zombie.woken_at = time.monotonic()
+                zombie.awake = True
 
     # --- Redis
     @contextlib.contextmanager
@@ -215,7 +226,7 @@ class Actors:
             self._ended(child)
             place.child = None
             if place.leaving:
-                expected: tuple[int, ...] = (0, EXIT_INTERRUPTED)
+                expected: tuple[int, ...] = (0, EXIT_INTERRUPTED, -signal.SIGTERM)  # the last while it started
                 if place.name.startswith("producer-") and not self.settled:
                     self.places.pop(place.name, None)
             else:
@@ -232,14 +243,19 @@ class Actors:
         if code is not None:
             self._ended(zombie.child)
             self.zombies.remove(zombie)
-            if zombie.woken_at is not None and code in (0, EXIT_INTERRUPTED):
+            if zombie.awake and code in (0, EXIT_INTERRUPTED):
                 self.notes.stayed.append(f"{zombie.child.name} woke up and ended with {describe_exit(code)}, no error")
-        elif zombie.woken_at is not None and now - zombie.woken_at > ZOMBIE_LEAVES_S:
+        elif zombie.awake and zombie.since is None and self.owner != zombie.child.pid:
+            zombie.since = now
+        elif zombie.since is not None and now - zombie.since > ZOMBIE_LEAVES_S:
             self.notes.stayed.append(f"{zombie.child.name} still lived {ZOMBIE_LEAVES_S:g} s after it woke up")
+            send(zombie.child, signal.SIGABRT)  # its log gets a traceback of every thread
+            time.sleep(ABORT_S)
             zombie.child.kill()
 
     def _ended(self, child: Child) -> None:
         self._guardian.drop(child.pid)
+        self._say(f"{child.name} has ended: {describe_exit(child.code or 0)}")
 
     # --- the end
     def close(self) -> None:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from nbehind.chaos.injector import TICK_S, Injector
 from nbehind.chaos.plan import plan
 from nbehind.config import Config
 from nbehind.config_load import config_of
-from nbehind.errors import EXIT_FAILED, EXIT_OK, NbehindError
+from nbehind.errors import EXIT_FAILED, EXIT_OK, InputError, NbehindError
 from nbehind.guardian import Guardian
 from nbehind.run_folder import RunFolder
 from trainer_svc.service import FINAL_MODEL
@@ -46,6 +46,7 @@ class Options:
     keep: Path | None = None
     n_behind: int = 0
     order: Literal["strict", "ready"] = "strict"
+    only: tuple[str, ...] = ()  # kinds of faults; () = all
 
 
 def chaos_config(folder: Path, options: Options, name: str) -> Config:
@@ -78,13 +79,16 @@ def chaos_config(folder: Path, options: Options, name: str) -> Config:
 class Watch:
     """Follows a run's ledger as it grows."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, actors: Actors) -> None:
+        self._actors = actors
         self._at = 0
         self.lines: list[ledger.Line] = []
 
     def look(self) -> None:
-        found, self._at = ledger.read(self._path, self._at)
+        found, self._at = ledger.read(self._actors.ledger, self._at)
+        for line in found:
+            if isinstance(line, ledger.Life):
+                self._actors.owner = line.pid
         self.lines += found
 
     def steps(self) -> int:
@@ -130,10 +134,10 @@ class Disturbed:
 def _disturbed(folder: Path, options: Options, guardian: Guardian, say: Callable[[str], None]) -> Disturbed:
     config = chaos_config(folder, options, "disturbed")
     total_s = options.minutes * 60
-    faults = plan(options.seed, total_s, durations(config.producer.lease_s))
+    faults = plan(options.seed, total_s, _kinds(options, config))
     problems: list[str] = []
-    with Actors(folder, config, guardian) as actors:
-        watch = Watch(actors.ledger)
+    with Actors(folder, config, guardian, say) as actors:
+        watch = Watch(actors)
         actors.start_all()
         if not _wait(actors, lambda: watch.steps() > 0, START_S[options.backend]):
             raise NbehindError(
@@ -143,9 +147,7 @@ def _disturbed(folder: Path, options: Options, guardian: Guardian, say: Callable
         injector = Injector(actors, faults, say)
         injector.run(total_s, watch.look)
         say("no more faults; the run goes on for some steps, and is then ended")
-        calm = watch.steps()
-        if not _wait(actors, lambda: watch.steps() >= calm + AFTER_STEPS, STALL_S[options.backend]):
-            problems.append("no steps after the last fault")
+        _wait_for_calm(actors, watch, STALL_S[options.backend], problems)
         ended = time.time()
         steps = _finish(actors, watch, options, problems)
         left = [line for line in left_over(folder) if "valkey-server" not in line]
@@ -158,10 +160,32 @@ def _disturbed(folder: Path, options: Options, guardian: Guardian, say: Callable
     return Disturbed(config, injector, watch.lines, history, steps, begun, ended, problems, actors.notes, left)
 
 
+def _wait_for_calm(actors: Actors, watch: Watch, stall_s: float, problems: list[str]) -> None:
+    """Until the newest trainer owns the run, those before it have left, and some steps are done."""
+
+    def owned() -> bool:
+        watch.look()
+        child = actors.alive("trainer")
+        return child is not None and actors.owner == child.pid and not actors.zombies
+
+    if not _wait(actors, owned, stall_s + LEAVE_S):
+        problems.append("the newest trainer did not take over the run")
+    calm = watch.steps()
+    if not _wait(actors, lambda: watch.steps() >= calm + AFTER_STEPS, stall_s):
+        problems.append("no steps after the last fault")
+
+
+def _kinds(options: Options, config: Config) -> Mapping[str, tuple[float, float]]:
+    known = durations(config.producer.lease_s)
+    if unknown := sorted(set(options.only) - known.keys()):
+        raise InputError(f"--only {','.join(unknown)}: the kinds of faults are {', '.join(known)}")
+    return {kind: known[kind] for kind in options.only or known}
+
+
 def _finish(actors: Actors, watch: Watch, options: Options, problems: list[str]) -> int:
     """End the run cleanly: leave at a checkpoint, resume to a fixed last step, everybody leaves. Returns the number of steps."""
     actors.ask_to_leave("trainer")
-    if not _wait(actors, lambda: actors.alive("trainer") is None, LEAVE_S):
+    if not _wait(actors, lambda: actors.alive("trainer") is None and not actors.zombies, LEAVE_S):
         problems.append(f"the trainer did not leave within {LEAVE_S:g} s of SIGTERM")
         actors.kill("trainer", 0.0)
     steps = watch.last_step() + 1 + options.n_behind + AFTER_STEPS
@@ -278,8 +302,6 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
-            from nbehind.errors import InputError
-
             raise InputError(f"--keep {keep}: the folder is not empty; give a new one")
         yield keep.resolve()
         return
@@ -292,7 +314,8 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 def main(options: Options) -> int:
     """Run, print the report as JSON, write it where it is wanted. EXIT_FAILED when a guarantee does not hold."""
-    report, failures = chaos(options, lambda line: _say(line))
+    began = time.monotonic()
+    report, failures = chaos(options, lambda line: _say(f"{time.monotonic() - began:6.1f} s  {line}"))
     report = {**report, "passed": not failures, "failures": failures}
     text = json.dumps(report, indent=2) + "\n"
     sys.stdout.write(text)

@@ -18,6 +18,8 @@ from nbehind.chaos.verify import Span
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+AGAIN_S = 1.0  # a fault whose victim is not there yet tries again ...
+PATIENCE_S = 15.0  # ... for so long
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class Running:
     fault: Fault
     actors: Actors
     rng: random.Random
+    tries_until: float = 0.0  # monotonic seconds
     begun: float | None = None
     spans: list[Span] = field(default_factory=list)
 
@@ -75,10 +78,13 @@ class Injector:
         heapq.heappush(self._due, (when, self._count, what))
 
     def _begin(self, fault: Fault) -> None:
-        running = Running(fault, self._actors, random.Random(fault.draw))
-        running.disturb()
+        running = Running(fault, self._actors, random.Random(fault.draw), time.monotonic() + PATIENCE_S)
         self._running.append(running)
-        self._go_on(running, KINDS[fault.kind].deed(running, fault.seconds), first=True)
+        self._try(running)
+
+    def _try(self, running: Running) -> None:
+        running.disturb()
+        self._go_on(running, KINDS[running.fault.kind].deed(running, running.fault.seconds), first=True)
 
     def _go_on(self, running: Running, deed: Waits, first: bool = False) -> None:
         kind = running.fault.kind
@@ -88,13 +94,18 @@ class Injector:
             self._end(running)
             return
         except Skipped:
+            if first and time.monotonic() < running.tries_until:
+                running.begun = None
+                self._at(time.monotonic() + AGAIN_S, lambda: self._try(running))
+                return
             if first:
                 self.skipped[kind] += 1
+                running.begun = None
             self._end(running)
             return
         if first:
             self.done[kind] += 1
-            self._say(f"{time.monotonic() - self._began:6.1f} s  {kind} ({running.fault.seconds:.1f} s)")
+            self._say(f"fault: {kind} ({running.fault.seconds:.1f} s)")
         self._at(time.monotonic() + wait_s, lambda: self._go_on(running, deed))
 
     def _end(self, running: Running) -> None:

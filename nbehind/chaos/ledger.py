@@ -23,6 +23,7 @@ class Life:
     parent: int
     step: int
     t: float
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def parse(lines: Iterable[str]) -> list[Line]:
 
 def _line(raw: dict[str, Any]) -> Line:
     if raw["kind"] == "life":
-        return Life(int(raw["incarnation"]), int(raw["parent"]), int(raw["step"]), float(raw["t"]))
+        return Life(int(raw["incarnation"]), int(raw["parent"]), int(raw["step"]), float(raw["t"]), int(raw["pid"]))
     return Step(
         int(raw["incarnation"]),
         int(raw["step"]),
