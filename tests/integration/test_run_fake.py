@@ -150,3 +150,12 @@ def test_evaluations_go_beside_the_steps_and_the_best_checkpoint_is_kept(tmp_pat
     kept = {p.name for p in (tmp_path / "runs/run/checkpoints").glob("step-*")}
     assert kept == {f"step-{best:06d}", "step-000016"}
     assert f'"step": {best}' in (tmp_path / "runs/run/checkpoints/best.json").read_text()
+
+
+@pytest.mark.parametrize(("transport", "said"), [("gloo", "over gloo"), ("auto", "over shm")])
+def test_weights_go_over_the_transport_that_the_config_names(tmp_path: Path, transport: str, said: str):
+    name = f"over-{transport}-{tmp_path.name}"[:60]
+    runs.finish(runs.command("run", tmp_path, sync__transport=transport, run__max_steps=4, run__name=name), tmp_path)
+    assert runs.summary(tmp_path, name)["steps"] == 4
+    assert any(said in log.read_text() for log in (tmp_path / "runs" / name).rglob("*trainer*.log"))
+    assert not list(Path("/dev/shm").glob(f"*{name.replace('-', '_')}*")), "shared memory is given back"
