@@ -5,10 +5,10 @@ core. Periods without and with an update at their beginning take turns, so that 
 through the real weight channel: staged, sent, verified, swapped in between two engine steps. Then, with nothing running,
 our swap takes turns with the engine's own load of the same weights from its model folder.
 
-Figures of a row, medians: generated tokens/s without and with updates and the ratio of neighbouring periods; the same by
-second of CPU that the engine's process got, which other load on the machine does not change; the swap while generating (the
-time that no step of the engine can run; computing KV caches again comes after it and is part of the tokens/s); the swap
-and the engine's own load while idle, and their ratio.
+Figures of a row, medians: generated tokens/s without and with updates, and the ratio of neighbouring periods; the CPU
+seconds that an update costs the engine's process (swap, KV caches computed again, verification), and the ratio that this
+gives when the engine has its core for itself: other load on the machine hardly changes it. The swap while generating is
+the time that no step of the engine can run. The swap and the engine's own load while idle, and their ratio.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ class Period(NamedTuple):
 
     per_s: float
     per_cpu_s: float
+    cpu_s: float
 
 
 class Bench:
@@ -203,7 +204,8 @@ class Bench:
         time.sleep(max(0.0, self.load.every_s - (time.perf_counter() - before.at)))
         after = Count(*self.ask("count"))
         tokens = after.tokens - before.tokens
-        return Period(tokens / (after.at - before.at), tokens / (after.cpu_s - before.cpu_s))
+        cpu_s = after.cpu_s - before.cpu_s
+        return Period(tokens / (after.at - before.at), tokens / cpu_s, cpu_s)
 
     def measure(self, rounds: int) -> dict[str, Any]:
         self.update(wait=True)
@@ -221,7 +223,8 @@ class Bench:
             "tokens_per_s_without": statistics.median(a.per_s for a, _ in pairs),
             "tokens_per_s_with": statistics.median(b.per_s for _, b in pairs),
             "ratio": statistics.median(b.per_s / a.per_s for a, b in pairs),
-            "ratio_by_cpu": statistics.median(b.per_cpu_s / a.per_cpu_s for a, b in pairs),
+            "update_cpu_s": (cost := statistics.median(b.cpu_s * (1 - b.per_cpu_s / a.per_cpu_s) for a, b in pairs)),
+            "ratio_on_an_idle_core": 1 - cost / self.load.every_s,
             "updates": len(busy),
             "swap_busy_s": statistics.median(busy),
             "swap_idle_s": statistics.median(idle[1:]),
