@@ -31,11 +31,12 @@ types: setup ## mypy
 
 check: lint types test ## what CI runs: lint, types, test
 
-bench: setup ## measure: queue rate, overlap, stall of weight updates; JSON in bench/out
+bench: setup ## measure: queue rate, overlap, stall of weight updates, what grows in 5,000 steps; JSON in bench/out
 	@mkdir -p bench/out
 	@$(BIN)/python -m bench.queue --json bench/out/queue.json
 	@$(BIN)/python -m bench.overlap --json bench/out/overlap.json
 	@$(BIN)/python -m bench.stall --json bench/out/stall.json
+	@$(BIN)/python -m bench.long_run --json bench/out/long_run.json
 
 format: setup ## format the code
 	@$(BIN)/ruff check --fix --quiet .

@@ -44,7 +44,17 @@ _TRANSIENT = (
     TryAgainError,
 )
 # What a server says while it is loading, failing over, saving with trouble or running somebody's long script.
-_PASSING = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
+_PASSING = (
+    "LOADING",
+    "READONLY",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+    "BUSY",
+    "MISCONF",
+    "NOREPLICAS",
+    "UNBLOCKED",
+)
 _PERMANENT = (AuthenticationError, AuthorizationError)  # redis-py counts them as connection errors
 
 
@@ -231,7 +241,7 @@ def repeat(client: redis.Redis, call: Callable[[], T], retry_s: float, outage: O
                 told = now
                 log.warning("Redis at %s: %s; trying again for %.0f s", server_name(client), _line(error), left)
             if isinstance(error, ReadOnlyError):
-                client.connection_pool.disconnect()
+                client.connection_pool.disconnect(inuse_connections=False)  # the others are read by other threads
             time.sleep(min(delay, left))
             delay = min(delay * 2, 2.0)
 

@@ -24,6 +24,7 @@ from weight_sync.publisher import Publisher
 log = logging.getLogger(__name__)
 
 RELIEF_S = 1.0  # between two looks at whether Redis is full
+WARN_EVERY_S = 30.0
 ENTRY_BYTES = 1024  # what Redis and this process hold of a group besides body and header
 
 
@@ -50,7 +51,7 @@ class Durability:
         self._covered = 0  # the first so many retained groups are covered by the checkpoint being written
         self._drawn: list[str] = []  # re-queued prompts that it covers
         self._owed = False  # one was due while another was still being written
-        self._relieved_at = float("-inf")
+        self._relieved_at = self._warned_at = float("-inf")
         self.saved_step = -1
 
     def after_step(self, step: int) -> None:
@@ -83,14 +84,16 @@ class Durability:
         self._collect(self._saver.finished())
         if not self._queue.memory_full():
             return
-        count = (len(self._intake.retained) + 1) // 2
-        log.warning(
-            "Redis is full: %d of %d consumed groups are released before their checkpoint%s",
-            count,
-            len(self._intake.retained),
-            "" if count else "; raise its maxmemory, or lower run.n_behind or sampling.groups_per_step",
-        )
-        self._release(count)
+        kept = len(self._intake.retained)
+        if kept:
+            log.warning("Redis is full: %d of %d consumed groups go before their checkpoint", (kept + 1) // 2, kept)
+            self._release((kept + 1) // 2)
+        elif time.monotonic() - self._warned_at > WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning(
+                "Redis is full, and nothing can be released: raise its maxmemory, "
+                "or lower run.n_behind, sampling.groups_per_step or sampling.num_generations"
+            )
 
     def release_past(self, budget_bytes: int) -> None:
         """The oldest consumed groups beyond the budget go early: after a crash they are generated again."""

@@ -1,6 +1,8 @@
 """The producer's loops over the queue in memory and the fake generator."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from producer_svc.service import ProducerService
 from producer_svc.telemetry import Telemetry
 from rollout_queue.memory_broker import MemoryBroker
 from rollout_queue.memory_queue import MemoryQueue
-from rollout_queue.messages import DeadNotice, GroupHeader, Request, RequestId, Sampling, Version
+from rollout_queue.messages import CommitResult, DeadNotice, GroupHeader, Lease, Request, RequestId, Sampling, Version
 from trainer_svc.fake_engine import WEIGHT_NAME, initial_weights, token_logprobs
 from weight_sync.manifest import Manifest
 from weight_sync.staged import StagedWeights
@@ -262,3 +264,60 @@ async def test_full_memory_is_waited_for(tmp_path):
                 seen += len(arrived)
                 trainer.release(arrived)
     assert seen == 6
+
+
+async def test_a_group_above_the_size_limit_is_a_failed_try_with_its_size(tmp_path):
+    broker = MemoryBroker()
+    trainer = MemoryQueue(broker, 1.0, 2)
+    trainer.claim(1)
+    trainer.announce(0)
+    trainer.issue([request(0, i) for i in range(2)])
+    small = MemoryQueue(broker, 1.0, 2, max_body_bytes=50)
+    async with running(small, config(), FakeGenerator()) as (service, _, task):
+        service.stage(weights(tmp_path, 0))
+        notices = await deliveries(trainer, 2)
+        assert not task.done(), "the producer goes on"
+    for notice in notices:
+        assert isinstance(notice, DeadNotice)
+        assert "bytes, more than redis.max_body_mb allows (50 bytes)" in notice.reason
+
+
+class BlockingGenerator(FakeGenerator):
+    """Holds the whole event loop up, as a bug in a library would."""
+
+    async def generate(self, request: Request) -> list[Completion]:
+        await asyncio.sleep(0.5)  # so that the keeper knows of the lease
+        time.sleep(4.0)  # noqa: ASYNC251
+        return await super().generate(request)
+
+
+async def test_a_blocked_event_loop_loses_its_leases(tmp_path):
+    broker = MemoryBroker()
+    trainer, other = MemoryQueue(broker, 1.0), MemoryQueue(broker, 1.0)
+    trainer.claim(1)
+    trainer.announce(0)
+    trainer.issue([request(0)])
+    taken: list[Lease] = []
+    results: list[CommitResult] = []
+
+    def take_over() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not taken and time.monotonic() < deadline:
+            time.sleep(0.1)
+            if any(known.state == "leased" for known in list(broker.open.values())):
+                taken.extend(other.lease("other", 0, 1, 0.0))
+
+    queue = MemoryQueue(broker, 1.0)
+    commit = queue.commit
+    queue.commit = lambda lease, group: results.append(commit(lease, group)) or results[-1]  # type: ignore[method-assign]
+    thread = threading.Thread(target=take_over)
+    async with running(queue, config(), BlockingGenerator()) as (service, _, task):
+        thread.start()
+        service.stage(weights(tmp_path, 0))
+        async with asyncio.timeout(DEADLINE_S):
+            while not taken or not results:
+                await asyncio.sleep(0.1)
+        assert taken[0].request.attempt >= 1 and taken[0].request.failures == 0
+        assert results[0] is CommitResult.FENCED
+        assert not task.done(), "the producer goes on"
+    thread.join(DEADLINE_S)

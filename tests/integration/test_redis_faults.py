@@ -90,6 +90,7 @@ class TestFullMemory:
         producer.give_back(left[1])
         with pytest.raises(OutOfMemory):
             trainer.issue([request(99, 1)])
+        assert trainer.memory_full()
         arrived = trainer.poll(1.0)
         assert [header.id for header in arrived if isinstance(header, DeadNotice)] == [request(len(arrived) - 1, 1).id]
         assert None not in trainer.fetch([header for header in arrived[:1] if isinstance(header, GroupHeader)])
@@ -106,8 +107,11 @@ class TestFullMemory:
         trainer.claim(0)
         issue(trainer, 16)
         left = fill(producer, producer.lease("p1", 0, 16, 0.0))
+        assert trainer.memory_full()
+        assert not trainer.memory_full(), "once for every refusal"
         trainer.release(trainer.poll(1.0))
         assert producer.commit(left[0], group(left[0], lengths=(250_000, 1))) is CommitResult.OK
+        assert not trainer.memory_full()
         assert [header.id for header in trainer.poll(1.0)] == [left[0].request.id]
 
     def test_a_claim_on_a_full_server(self, own_client: redis.Redis, fresh: Keys) -> None:
@@ -121,6 +125,19 @@ class TestFullMemory:
         assert arrived
         heir.release(arrived)
         heir.issue([request(0, 2)])
+
+    def test_a_refusal_is_counted_by_a_server_that_has_lost_its_scripts(
+        self, own_client: redis.Redis, fresh: Keys
+    ) -> None:
+        trainer, producer = queue_on(own_client, fresh), queue_on(own_client, fresh)
+        trainer.claim(0)
+        issue(trainer, 1)
+        (lease,) = producer.lease("p1", 0, 1, 0.0)
+        own_client.config_set("maxmemory", "1mb")
+        own_client.script_flush()
+        with pytest.raises(OutOfMemory):
+            producer.commit(lease, group(lease))
+        assert trainer.memory_full()
 
 
 class TestLostState:
