@@ -57,7 +57,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no truth value when compared: identity counts
 class Request:
     """One prompt to be rolled out `sampling.num_generations` times.
 
@@ -88,7 +88,7 @@ class Finish(IntEnum):
     ABORT = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """The answer to a request: its N samples, flat and ragged.
 
@@ -166,7 +166,7 @@ class CommitResult(StrEnum):
     FENCED = "FENCED"  # another attempt or incarnation owns the request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """A producer's hold on a request. `entry` is its place in the request stream."""
 

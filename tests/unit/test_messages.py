@@ -49,3 +49,12 @@ def test_attempts_of_a_request() -> None:
 
 def test_results_are_the_words_that_the_scripts_say() -> None:
     assert [CommitResult(word) for word in ("OK", "DUP", "GONE", "FENCED")] == list(CommitResult)
+
+
+def test_two_attempts_of_one_request_can_be_told_apart_in_a_list() -> None:
+    """A producer may hold a request again before it hears that it has lost the attempt before."""
+    asked = request(1, 1)
+    old, new = Lease(asked, "p", "1-0"), Lease(asked.with_attempt(1), "p", "1-0")
+    assert new not in [old]
+    assert old in [new, old]
+    assert group(old) not in [group(new)]
