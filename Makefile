@@ -35,6 +35,7 @@ bench: setup ## measure: queue rate, overlap, stall of weight updates, what grow
 	@mkdir -p bench/out
 	@$(BIN)/python -m bench.queue --json bench/out/queue.json
 	@$(BIN)/python -m bench.overlap --json bench/out/overlap.json
+	@$(BIN)/python -m bench.weight_sync --params 1 135 --members 1 2 --json bench/out/weight_sync.json
 	@$(BIN)/python -m bench.stall --json bench/out/stall.json
 	@$(BIN)/python -m bench.long_run --json bench/out/long_run.json
 
