@@ -157,9 +157,25 @@ class Intake:
                 self._take_dead(arrival)
             elif not self.window.deliver(arrival):
                 self._take_surplus(arrival)
+            elif discarded := self._discarded(arrival):
+                self.refused += 1
+                self._reissue(arrival, discarded, failed=False)
             elif self._config.algo.skip_zero_variance and arrival.equal_rewards:
                 self._filter(arrival)
         return len(arrivals)
+
+    def _discarded(self, header: GroupHeader) -> str:
+        """Why a group of an earlier life of the trainer cannot be used; '' if it can.
+
+        Seen before the group counts as delivered, since its deadline would be that of a version which does not exist.
+        """
+        for version in header.versions:
+            if (
+                version.incarnation != self.incarnation
+                and self._versions.history().get(version.number) != version.checksum
+            ):
+                return f"version {version.number} of incarnation {version.incarnation} is not on this history"
+        return ""
 
     def _take_surplus(self, header: GroupHeader) -> None:
         """A delivery of something resolved and covered by a checkpoint can go; one in hand or retained stays."""

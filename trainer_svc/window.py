@@ -81,9 +81,13 @@ class Window:
 
     # --- deliveries
     def deliver(self, header: GroupHeader) -> bool:
-        """Note a delivery; False when it counts for nothing (resolved before, delivered twice, or unknown)."""
+        """Note a delivery; False when it counts for nothing: resolved before, delivered twice, unknown, or of an attempt
+        before a reissue and begun with a version older than the reissue may begin with (Redis was set back).
+        """
         entry = self._open.get(header.id)
         if entry is None or entry.header is not None:
+            return False
+        if header.attempt < entry.attempt and header.oldest_version < entry.min_version:
             return False
         entry.header = header
         entry.attempt = max(entry.attempt, header.attempt)

@@ -54,6 +54,16 @@ def test_a_group_counts_once():
     assert not window.deliver(header(RequestId(0, 0)))
 
 
+def test_an_older_attempt_does_not_bring_an_earlier_deadline_than_its_reissue():
+    window = Window(order(), n_behind=2)
+    window.open_steps(2)
+    request = RequestId(4, 0)
+    assert window.deliver(header(request, version=2))
+    window.reopen(request, published=4, failed=False)
+    assert not window.deliver(header(request, version=2))
+    assert window.deliver(header(request, version=4))
+
+
 def test_a_replacement_takes_the_slot():
     window = Window(order(), n_behind=0)
     window.open_steps(0)
