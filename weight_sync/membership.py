@@ -235,6 +235,9 @@ class Roster:
             return
         if int(status.get("order", -1)) > view.order:
             view.order, view.free = int(status["order"]), int(status.get("free", 0))
+        incarnation, number = (*status.get("version", ()), -1, -1)[:2]
+        if incarnation == self.incarnation:
+            view.acked = max(view.acked, int(number))
 
     def targets(self, number: int) -> dict[str, str]:
         """Member -> session of those that lack version `number` and have a buffer for it, in the order of names."""

@@ -149,4 +149,8 @@ def test_the_latest_statement_of_a_member_holds() -> None:
     roster.take_status("a", {"session": "other", "order": 9, "free": 0})
     roster.take_status("nobody", {})
     assert roster.targets(8) == {"a": "s"}
+    roster.take_status("a", {"session": "s", "order": 9, "free": 2, "version": [1, 9, "c"]})  # of an older trainer
+    assert roster.targets(8) == {"a": "s"}
+    roster.take_status("a", {"session": "s", "order": 9, "free": 2, "version": [2, 8, "c"]})  # its ack was lost
+    assert roster.targets(8) == {}
     assert MAX_FAILURES >= 2, "one flipped bit costs a second copy, not the membership"
