@@ -117,7 +117,8 @@ class ProducerService:
                 await self._changed.wait()
                 continue
             block_s = 0.0 if behind else LEASE_BLOCK_S
-            leases = await asyncio.to_thread(self._queue.lease, self.name, self.version.number, free, block_s)
+            inc, number, _ = self.version
+            leases = await asyncio.to_thread(self._queue.lease, self.name, number, free, block_s, inc)
             for lease in leases:
                 await self._begin(lease)
             if not leases:
@@ -134,7 +135,7 @@ class ProducerService:
     async def _wait_if_behind(self) -> bool:
         """Nothing to lease: is it because of our version? Then a swap, not a new request, is what unblocks us."""
         state = await asyncio.to_thread(self._queue.state)
-        if self.version is None or self.version.number >= state.published:
+        if self.version is None or self.version[:2] >= (state.incarnation, state.published):
             return False
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), LEASE_BLOCK_S)

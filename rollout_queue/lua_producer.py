@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# owner, version, free, lease_ms -> {outcome, last entry id, {entry, attempt, failures, data}...}
+# owner, version, free, lease_ms, incarnation of the weights (0 = the run's) -> {outcome, last entry id, {entry, attempt, failures, data}...}
 # outcome: 0 nothing to say, 1 the run has ended, 2 a request needs newer weights
 LEASE = """
 local owner, version, free, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
@@ -10,6 +10,7 @@ local s = redis.call('HMGET', STATE, 'incarnation', 'floor', 'ended')
 local inc, out = tonumber(s[1] or '0'), {}
 if (s[3] or '') ~= '' then return {1, '0-0', out} end
 if redis.call('EXISTS', REQUESTS) == 0 then return {0, '0-0', out} end
+if ARGV[5] ~= '0' and tonumber(ARGV[5]) ~= inc then return {2, '0-0', out} end
 full_memory_is_fine()
 local last = need_group(REQUESTS, PRODUCERS)
 

@@ -178,11 +178,13 @@ class MemoryQueue(HeartbeatArguments):
 
     # ----------------------------------------------------------------------------------------------- producer
 
-    def lease(self, owner: str, version: int, free: int, block_s: float) -> list[Lease]:
+    def lease(self, owner: str, version: int, free: int, block_s: float, incarnation: int = 0) -> list[Lease]:
         deadline = time.monotonic() + block_s
         broker = self.broker
         with broker.changed:
             while free > 0:
+                if incarnation and broker.requests and incarnation != broker.incarnation:
+                    return []
                 leases = [] if broker.ended else broker.take(owner, version, free, self._lease_s)
                 left = deadline - time.monotonic()
                 if leases or broker.ended or left <= 0 or broker.needs_newer(version, self._lease_s):

@@ -112,8 +112,11 @@ class ProducerQueue(Protocol):
 
     def state(self) -> RunState: ...
 
-    def lease(self, owner: str, version: int, free: int, block_s: float) -> list[Lease]:
+    def lease(self, owner: str, version: int, free: int, block_s: float, incarnation: int = 0) -> list[Lease]:
         """At most `free` requests that can start now with weights `version`, waiting at most `block_s` for one.
+
+        `incarnation` is that of the weights (0 = the one that owns the run). With weights of another one nothing can start:
+        their number may be of a history that was discarded.
 
         Does not wait when a request is there that needs newer weights: a new version, not a new request, is what helps.
         Only requests with min_version ≤ version, and only while version ≥ floor. Abandoned leases (not renewed for

@@ -24,13 +24,14 @@ _COMMIT_TRIES = 3
 class RedisProducerSide(RedisSide):
     """ProducerQueue on Redis. Thread-safe."""
 
-    def lease(self, owner: str, version: int, free: int, block_s: float) -> list[Lease]:
+    def lease(self, owner: str, version: int, free: int, block_s: float, incarnation: int = 0) -> list[Lease]:
         if not owner:
             raise ValueError("a lease needs an owner")
         deadline = time.monotonic() + block_s
         wait = None
         while free > 0:
-            over, newest, entries = self._run(scripts.LEASE, [owner, version, free, self._lease_ms], first=wait)
+            args = [owner, version, free, self._lease_ms, incarnation]
+            over, newest, entries = self._run(scripts.LEASE, args, first=wait)
             leases = [lease for item in entries if (lease := self._as_lease(owner, *item)) is not None]
             left = deadline - time.monotonic()
             if leases or over or left <= 0:

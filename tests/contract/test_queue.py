@@ -199,6 +199,16 @@ class TestIssueAndLease:
         trainer.issue([])
         assert trainer.census() == {}
 
+    def test_weights_of_a_discarded_history_begin_nothing(self, trainer: Queue, world: World) -> None:
+        old, successor = trainer.state().incarnation, world.queue()
+        new = successor.claim(old + 1)
+        issue(successor, min_version=3)
+        producer = world.queue()
+        assert producer.lease("p1", 9, 1, LONG_S, old) == []
+        assert producer.lease("p1", 2, 1, LONG_S, new) == []
+        (lease,) = producer.lease("p1", 3, 1, 0.0, new)
+        assert lease.request.incarnation == new
+
     def test_a_waiting_lease_wakes_when_a_request_comes(self, trainer: Queue, world: World) -> None:
         waiting = world.queue()
         found: list[Lease] = []
