@@ -93,7 +93,6 @@ def test_a_port_of_the_metrics_that_is_in_use(
 @pytest.mark.parametrize(
     ("what", "values", "words"),
     [
-        ("trainer", {"data__source": "missing.jsonl"}, "missing.jsonl"),
         ("trainer", {"data__source": "empty.jsonl"}, "empty.jsonl"),
         ("producer", {"reward__name": "exakt"}, "did you mean exact?"),
     ],

@@ -1,4 +1,4 @@
-"""Whole runs with a prompt that cannot be scored, one that kills its producer, and a producer that hangs."""
+"""A whole run with a prompt that cannot be scored, one that kills its producer, a producer that hangs, and a dead embedded Redis."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def test_poison_deaths_and_a_hung_producer_cost_no_step(tmp_path: Path, monkeypa
         "producer__fake_generate_s": 0.1,
         "metrics__rollouts_per_step": 4,
         "sync__transfer_timeout_s": 3.0,
+        "trainer__reconcile_s": 1.0,
     }
     with runs.running(runs.command("run", tmp_path, **values), tmp_path) as child:
         runs.wait_for(lambda: len(runs.rows(tmp_path)) >= 8, "step 8: nothing has stopped the run")
@@ -65,6 +66,11 @@ def test_poison_deaths_and_a_hung_producer_cost_no_step(tmp_path: Path, monkeypa
             "a group of the woken producer",
         )
         assert pid in runs.processes_of(tmp_path), "it was not restarted"
+
+        (server,) = [p for p, line in runs.processes_of(tmp_path).items() if "valkey-server" in line]
+        os.kill(server, signal.SIGKILL)  # the embedded one, which comes back empty
+        seen = len(runs.rows(tmp_path))
+        runs.wait_for(lambda: len(runs.rows(tmp_path)) >= seen + 5, "steps on the restarted Redis")
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait(60) == 130
     result = runs.summary(tmp_path)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -172,16 +170,3 @@ def test_full_memory_is_freed_and_the_run_recovers(tmp_path: Path) -> None:
     runs.check_conservation(result)
     assert "consumed groups go before their checkpoint" in log_of(tmp_path, "trainer")
     assert "Traceback" not in "".join(log_of(tmp_path, s) for s in SERVICES)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL])
-def test_an_embedded_redis_is_restarted_under_a_run(tmp_path: Path, number: signal.Signals) -> None:
-    cmd = runs.command("run", tmp_path, run__max_steps=60, trainer__fake_step_s=0.05, trainer__reconcile_s=1.0)
-    with runs.running(cmd, tmp_path) as child:
-        runs.wait_for(lambda: len(runs.rows(tmp_path)) >= 10, "step 10")
-        (pid,) = [p for p, line in runs.processes_of(tmp_path).items() if "valkey-server" in line]
-        os.kill(pid, number)
-        assert child.wait(runs.DEADLINE_S) == 0
-    result = runs.summary(tmp_path)
-    assert (result["trained"], result["open"], result["lag_max"]) == (240, 0, 1)
-    assert not runs.processes_of(tmp_path)
