@@ -6,8 +6,8 @@ In each round the same bytes go from one process to the others in five ways:
   gloo        our channel from publish() to the last member's ack: copies, sums, sends, verifies, hands over
   shm         the same for members that read the publisher's memory
   memcpy      a warm copy of the bytes within one process, by one thread as everything here
-Ratios are medians over the rounds. "stall" is how long the trainer waits: the return of publish(), against memcpy. "pause"
-is the longest time that another Python thread of a member had to wait while a version arrived.
+Ratios are medians over the rounds. "stall" is how long the trainer waits: the return of publish(), against memcpy.
+"transfer" is the rest, from there to the last ack, of which the trainer sees nothing. "pause" is the longest time that another Python thread of a member had to wait while a version arrived.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class Rig:
         publisher.publish(number, self.named)
         stall = time.perf_counter() - began
         _wait(lambda: all(v == number for v in publisher.members().values()), publisher)
-        return {"s": time.perf_counter() - began, "stall_s": stall, "pause_s": self._pauses()}
+        total = time.perf_counter() - began
+        return {"s": total, "stall_s": stall, "transfer_s": total - stall, "pause_s": self._pauses()}
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -231,6 +232,7 @@ def _wait(true: Callable[[], bool], publisher: Publisher) -> None:
 
 RATIOS: Mapping[str, tuple[str, str]] = {
     "gloo_over_flat": ("gloo_s", "flat_s"),
+    "gloo_transfer_over_flat": ("gloo_transfer_s", "flat_s"),
     "gloo_over_per_tensor": ("gloo_s", "per_tensor_s"),
     "gloo_stall_over_memcpy": ("gloo_stall_s", "memcpy_s"),
     "shm_write_over_memcpy": ("shm_stall_s", "memcpy_s"),
