@@ -46,7 +46,7 @@ def test_settings_round_buckets_to_blocks_and_refuse_nonsense() -> None:
 
 
 EPOCH = EpochCall(2, 5, "127.0.0.1", 1234, {"a": "s"}, {"a": 1}, 3.0)
-TRANSFER = TransferCall(2, 5, 9, 7, "c", "m", 100, BLOCK, 3.0)
+TRANSFER = TransferCall(2, 5, 9, 7, "m", 100, BLOCK, 3.0)
 
 
 @pytest.mark.parametrize("call", [EPOCH, TRANSFER, Started(2), DropCall(2, "a", "s", "why")])
@@ -79,7 +79,7 @@ def test_whoever_slept_does_not_go_to_an_old_rendezvous() -> None:
         return EpochCall(incarnation, number, "h", 1, {}, {}, 1.0)
 
     def transfer(number: int, incarnation: int = 1) -> TransferCall:
-        return TransferCall(incarnation, number, 1, 1, "", "", 0, BLOCK, 1.0)
+        return TransferCall(incarnation, number, 1, 1, "", 0, BLOCK, 1.0)
 
     drop = DropCall(1, "a", "s", "")
     slept: list[Call] = [epoch(1), transfer(1), drop, epoch(2), transfer(2)]
