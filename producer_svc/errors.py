@@ -1,9 +1,9 @@
 """Errors of the producer.
 
-    ProducerError
-    ├── GeneratorError   the engine failed to start, to generate or to take weights
-    ├── RewardError      a reward that cannot be found, or that failed on a completion
-    └── StartTimeout     the engine did not start in time
+ProducerError
+├── GeneratorError   the engine failed to start, to generate or to take weights
+├── RewardError      a reward that cannot be found, or that failed on a completion
+└── StartTimeout     the engine did not start in time
 """
 
 from __future__ import annotations
