@@ -194,9 +194,11 @@ class RedisTrainerSide(RedisSide):
             if len(fields) != 4:
                 raise MessageError("not an entry of this queue")
             kind, about, _, content = fields
-            request_id, *numbers = text(about).split("|")
+            name, *numbers = text(about).split("|")
+            parsed = _parsed_id(name)
+            request_id = str(parsed)  # only what is an id goes into logs and dead letters
             if kind == b"dead":
-                return DeadNotice(_parsed_id(request_id), _whole(numbers, 1)[0], text(content), entry)
+                return DeadNotice(parsed, _whole(numbers, 1)[0], text(content), entry)
             header = decode_header(content, entry)
             if (str(header.id), [header.incarnation, header.attempt]) != (request_id, _whole(numbers, 2)):
                 raise MessageError("the header is not of the request it was committed for", content)

@@ -414,6 +414,7 @@ class TestRubbish:
             {"dead": "0.0.0|one", "reason": "x"},
             {"dead": "0.0.0", "reason": "x"},
             {b"\xff\xfe": b"\xff" * 1000, "group": b"\xff"},
+            {"group": "0.0.0\nERROR a forged line|1|0", "header": "x"},
         ]
         for fields in rubbish:
             redis_client.xadd(keys.rollouts, fields)
@@ -427,6 +428,8 @@ class TestRubbish:
         assert [letter.kind for letter in letters] == ["rollout"] * len(rubbish)
         assert all(letter.reason for letter in letters)
         assert len(caplog.records) == len(rubbish)
+        assert not any("\n" in record.getMessage() for record in caplog.records)
+        assert {letter.request_id for letter in letters} <= {"", "0.0.0"}
         assert redis_client.xlen(keys.rollouts) == 1
 
     def test_a_header_under_the_name_of_another_request(self, redis_client: redis.Redis, keys: Keys) -> None:
