@@ -1,0 +1,75 @@
+"""The proxy that faults of the network happen in, in front of a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from nbehind.chaos.proxy import Proxy, ProxyLoop
+from nbehind.embedded import EmbeddedRedis, free_port
+from rollout_queue.connection import connect
+
+BIG = b"x" * 3_000_000
+SHORT_S = 0.5
+
+
+@pytest.fixture
+def loop() -> Iterator[ProxyLoop]:
+    made = ProxyLoop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def proxy(loop: ProxyLoop, valkey: EmbeddedRedis) -> Iterator[Proxy]:
+    made = Proxy(loop, valkey.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[redis.Redis]:
+    made = connect(f"redis://127.0.0.1:{proxy.port}/0", socket_timeout_s=SHORT_S)
+    yield made
+    made.close()
+
+
+def test_bytes_pass(client: redis.Redis) -> None:
+    client.set("chaos-proxy", BIG, ex=60)
+    assert client.get("chaos-proxy") == BIG
+
+
+def test_silence_keeps_the_connection_and_loses_nothing(proxy: Proxy, client: redis.Redis) -> None:
+    client.set("chaos-proxy", "1", ex=60)
+    patient = connect(f"redis://127.0.0.1:{proxy.port}/0")
+    patient.ping()
+    proxy.set("silent")
+    with pytest.raises(redis.exceptions.TimeoutError):
+        client.get("chaos-proxy")
+    pipe = patient.connection_pool.get_connection()
+    pipe.send_command("INCR", "chaos-proxy")
+    proxy.set("open")
+    assert pipe.read_response() == 2
+    patient.connection_pool.release(pipe)
+    patient.close()
+
+
+def test_a_cut_ends_connections_and_lets_none_in(proxy: Proxy, client: redis.Redis) -> None:
+    client.ping()
+    proxy.set("cut")
+    for _ in range(2):
+        with pytest.raises(redis.exceptions.ConnectionError):
+            client.ping()
+    proxy.set("open")
+    assert client.ping()
+
+
+def test_a_server_that_is_away_looks_like_one(loop: ProxyLoop) -> None:
+    proxy = Proxy(loop, free_port())
+    client = connect(f"redis://127.0.0.1:{proxy.port}/0")
+    with pytest.raises(redis.exceptions.ConnectionError):
+        client.ping()
+    client.close()
+    proxy.close()
