@@ -190,8 +190,8 @@ def config_command(arguments: Arguments) -> int:
 
 
 def chaos_command(arguments: Arguments) -> int:
-    from nbehind.chaos.command import Options
     from nbehind.chaos.command import main as chaos_main
+    from nbehind.chaos.scenario import Options
 
     a = arguments
     return chaos_main(Options(a.minutes, a.seed, a.backend, a.json, a.keep, a.n_behind, a.order, tuple(a.only)))
@@ -279,7 +279,7 @@ def _add_display(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=3.0, metavar="M", help="time with faults (default 3)")
+    parser.add_argument("--minutes", type=_minutes, default=3.0, metavar="M", help="time with faults (default 3)")
     parser.add_argument("--seed", type=_index, default=0, metavar="S", help="draws faults, data order and samples")
     parser.add_argument("--backend", choices=("fake", "vllm"), default="fake", help="what generates (default fake)")
     parser.add_argument("--n-behind", type=_index, default=0, metavar="N", help="run.n_behind (default 0)")
@@ -306,6 +306,16 @@ class _OneLineHelp(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=130)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 60 * 24:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes from 0.1 to {60 * 24}")
+    return value
 
 
 def _index(text: str) -> int:

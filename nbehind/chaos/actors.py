@@ -17,6 +17,7 @@ from pathlib import Path
 
 import redis
 
+from nbehind.chaos.leftovers import MARK
 from nbehind.chaos.proxy import Proxy, ProxyLoop
 from nbehind.config import Config
 from nbehind.config_load import dump_config
@@ -28,7 +29,6 @@ from rollout_queue.connection import connect
 from rollout_queue.keys import Keys
 from trainer_svc.step_ledger import LEDGER
 
-MARK = "NBEHIND_CHAOS"  # in the environment of every process of the run
 AOF = "appendonlydir"
 RESTART_S = 0.5  # from a death to its successor
 ZOMBIE_LEAVES_S = 30.0  # a trainer that wakes up beside its successor must be gone by then
@@ -285,34 +285,3 @@ def send(child: Child, number: signal.Signals) -> None:
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
-
-
-def left_over(folder: Path) -> list[str]:
-    """Command lines of the live processes that were started for `folder`, this one and those it comes from aside."""
-    found = []
-    mark, own = f"{MARK}={folder}".encode(), _ancestors()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) in own:
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes()
-            ours = str(folder).encode() in command or mark in (entry / "environ").read_bytes().split(b"\0")
-            state = _stat(entry)[0]
-        except OSError:  # gone, or of another user
-            continue
-        if ours and state != "Z":
-            found.append(command.replace(b"\0", b" ").decode(errors="replace").strip())
-    return found
-
-
-def _ancestors() -> set[int]:
-    out, pid = set(), os.getpid()
-    while pid > 1:
-        out.add(pid)
-        pid = int(_stat(Path("/proc") / str(pid))[1])
-    return out
-
-
-def _stat(process: Path) -> list[str]:
-    """State, parent's pid, ... as proc(5) lists them."""
-    return (process / "stat").read_text().rpartition(")")[2].split()

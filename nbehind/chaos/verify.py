@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from nbehind.chaos.ledger import Life, Line, Step
 
@@ -87,24 +86,6 @@ def longest_stall(progress: Sequence[float], faults: Iterable[Span], begin: floa
             continue
         longest = max(longest, (stop - start, start))
     return longest
-
-
-@dataclass(slots=True)
-class Verdict:
-    """The report, and which guarantees failed."""
-
-    report: dict[str, Any]
-    failures: list[str] = field(default_factory=list)
-
-    def demand(self, holds: bool, failure: str) -> None:
-        if not holds:
-            self.failures.append(failure)
-
-
-def zero(verdict: Verdict, counts: Mapping[str, int], meaning: Mapping[str, str]) -> None:
-    """Each of these counts must be 0."""
-    for name, text in meaning.items():
-        verdict.demand(counts[name] == 0, f"{name} = {counts[name]}: {text}")
 
 
 def lives(lines: Sequence[Line]) -> int:

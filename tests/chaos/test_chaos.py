@@ -24,7 +24,7 @@ def chaos(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_or_trained_twice_whatever_dies(tmp_path: Path) -> None:
-    done = chaos(tmp_path, "--minutes", "1.7", "--seed", "11", "--keep", str(tmp_path / "run"))
+    done = chaos(tmp_path, "--minutes", "1.5", "--seed", "11", "--keep", str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report == json.loads(done.stdout)
