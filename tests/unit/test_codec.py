@@ -90,8 +90,8 @@ class TestRoundTrips:
     def test_request(self, sent: Request) -> None:
         got = decode_request(encode_request(sent))
         assert np.array_equal(got.prompt_ids, sent.prompt_ids) and got.prompt_ids.dtype == np.int32
-        same = {"prompt_ids": sent.prompt_ids}
-        assert dataclasses.replace(got, **same) == dataclasses.replace(sent, **same)
+        plain = [field.name for field in dataclasses.fields(Request) if field.name != "prompt_ids"]
+        assert [getattr(got, name) for name in plain] == [getattr(sent, name) for name in plain]
 
     @MODERATE
     @given(groups())
