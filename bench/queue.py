@@ -25,7 +25,7 @@ def load_the_library_queue() -> None:
 load_the_library_queue()
 
 if __name__ == "__main__":
-    sys.path.insert(1, str(HERE.parent))
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
     from queue_rates import main
 
     sys.exit(main())
