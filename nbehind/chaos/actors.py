@@ -92,6 +92,11 @@ class Actors:
         return self.config.run_dir / LEDGER
 
     @property
+    def pauses(self) -> list[tuple[float, float]]:
+        """When not even this process could run (seconds since the epoch)."""
+        return list(self._loop.pauses)
+
+    @property
     def keys(self) -> Keys:
         return Keys(self.config.run.name)
 

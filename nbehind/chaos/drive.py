@@ -17,6 +17,7 @@ from nbehind.chaos.injector import TICK_S, Injector
 from nbehind.chaos.leftovers import left_over, shared_memory_left
 from nbehind.chaos.plan import plan
 from nbehind.chaos.scenario import AFTER_STEPS, LEAVE_S, REFERENCE_STEP_S, STALL_S, START_S, Options, chaos_config
+from nbehind.chaos.verify import Span
 from nbehind.config import Config
 from nbehind.errors import InputError, NbehindError
 from nbehind.guardian import Guardian
@@ -66,6 +67,7 @@ class Disturbed:
     notes: Notes
     left: list[str]
     shared_memory_left: int
+    pauses: list[Span]  # when not even the judge could run
 
 
 def disturbed(folder: Path, options: Options, guardian: Guardian, say: Callable[[str], None]) -> Disturbed:
@@ -88,6 +90,7 @@ def disturbed(folder: Path, options: Options, guardian: Guardian, say: Callable[
         _wait_for_calm(actors, watch, STALL_S[options.backend], problems)
         ended = time.time()
         steps = _finish(actors, watch, options, problems)
+        pauses = actors.pauses
         left = [line for line in left_over(folder) if "valkey-server" not in line]
         for place in actors.places.values():
             if place.child:
@@ -96,7 +99,9 @@ def disturbed(folder: Path, options: Options, guardian: Guardian, say: Callable[
     history = ledger.surviving(watch.lines)
     left += left_over(folder)
     freed = shared_memory_left(config.run.name)
-    return Disturbed(config, injector, watch.lines, history, steps, begun, ended, problems, actors.notes, left, freed)
+    return Disturbed(
+        config, injector, watch.lines, history, steps, begun, ended, problems, actors.notes, left, freed, pauses
+    )
 
 
 def _wait_for_calm(actors: Actors, watch: Watch, stall_s: float, problems: list[str]) -> None:

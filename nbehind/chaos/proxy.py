@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, Literal
 
@@ -17,15 +18,30 @@ log = logging.getLogger(__name__)
 Mode = Literal["open", "silent", "cut"]
 READ_BYTES = 256 * 1024
 CALL_TIMEOUT_S = 10.0
+TICK_S = 0.25
+PAUSE_S = 2.0  # a tick later than this means that not even the judge could run
 
 
 class ProxyLoop:
-    """One thread with an event loop for all proxies."""
+    """One thread with an event loop for all proxies. It also notes when this process itself did not run."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.pauses: list[
+            tuple[float, float]
+        ] = []  # seconds since the epoch: the machine stood still, or was overloaded
         self._thread = threading.Thread(target=self.loop.run_forever, name="chaos proxies", daemon=True)
         self._thread.start()
+        self._ticks = asyncio.run_coroutine_threadsafe(self._tick(), self.loop)
+
+    async def _tick(self) -> None:
+        before = time.time()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.time()
+            if now - before > PAUSE_S:
+                self.pauses.append((before, now))
+            before = now
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run it in the loop and wait for its result."""

@@ -18,7 +18,8 @@ def judge(options: Options, run: Disturbed, reference: list[ledger.Step] | None)
     config, injector = run.config, run.injector
     found = verify.check_history(run.history, config.sampling.groups_per_step, options.n_behind)
     summary = RunFolder(config.run_dir).read_summary()
-    stall_s, stall_at = verify.longest_stall(verify.progress_times(run.lines), injector.spans(), run.begun, run.ended)
+    disturbances = [*injector.spans(), *run.pauses]  # a machine that stands still is one too
+    stall_s, stall_at = verify.longest_stall(verify.progress_times(run.lines), disturbances, run.begun, run.ended)
     raw_s, _ = verify.longest_stall(verify.progress_times(run.lines), [], run.begun, run.ended)
     difference = None if reference is None else verify.first_difference(run.history, reference)
     if difference == "" and not _same_files(
@@ -45,6 +46,7 @@ def judge(options: Options, run: Disturbed, reference: list[ledger.Step] | None)
         "longest_stall_s": round(stall_s, 1),
         "longest_stall_at_s": round(stall_at - run.begun, 1),
         "longest_time_between_steps_s": round(raw_s, 1),
+        "machine_paused_s": round(sum(stop - start for start, stop in run.pauses), 1),
         "zombies_woken": run.notes.zombies,
         "unexpected_exits": run.notes.unexpected,
         "processes_left_over": len(run.left),

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +16,7 @@ import redis
 from nbehind.chaos.proxy import Proxy, ProxyLoop
 from nbehind.embedded import EmbeddedRedis, free_port
 from rollout_queue.connection import connect
+from tests import runs
 
 BIG = b"x" * 3_000_000
 SHORT_S = 0.5
@@ -73,3 +80,34 @@ def test_a_server_that_is_away_looks_like_one(loop: ProxyLoop) -> None:
         client.ping()
     client.close()
     proxy.close()
+
+
+TICKING = """
+import sys, time
+from nbehind.chaos.proxy import ProxyLoop
+loop = ProxyLoop()
+print("ready", flush=True)
+sys.stdin.readline()
+time.sleep(0.5)
+print([round(end - begin) for begin, end in loop.pauses], flush=True)
+loop.close()
+"""
+
+
+def test_a_process_that_did_not_run_notes_it() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", TICKING],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=runs.environment(), start_new_session=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "ready\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        os.kill(child.pid, signal.SIGCONT)
+        out, _ = child.communicate("\n", timeout=30)
+        pauses = json.loads(out)
+        assert max(pauses) >= 3
+    finally:
+        child.kill()
+        child.wait()
