@@ -57,7 +57,6 @@ class MetricsTail:
         self._partial = b""
         self.rows: deque[Row] = deque(maxlen=KEPT_ROWS)
         self.bad_lines = 0
-        self.serial = 0  # grows with every change of `rows`
 
     def read(self) -> None:
         """Take in what was added since the last call."""
@@ -78,13 +77,11 @@ class MetricsTail:
     def _restart(self, inode: int) -> None:
         self._inode, self._offset, self._partial = inode, 0, b""
         self.rows.clear()
-        self.serial += 1
 
     def _take(self, line: bytes) -> None:
         row = parse_row(line)
         if row is not None:
             self.rows.append(row)
-            self.serial += 1
         elif line.strip():
             self.bad_lines += 1
 

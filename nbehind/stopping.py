@@ -14,7 +14,7 @@ EXIT_INTERRUPTED = 130
 
 
 class StopFlag:
-    """Set by the first signal; `wait` returns early when it is set."""
+    """Set by the first signal."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -26,9 +26,6 @@ class StopFlag:
     def set(self, reason: str) -> None:
         self.reason = self.reason or reason
         self._event.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._event.wait(timeout_s)
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT (main thread only)."""

@@ -103,6 +103,7 @@ class ProducerService:
 
     def stage(self, staged: StagedWeights) -> None:
         """New weights are here (called in the event loop)."""
+        self._telemetry.received(staged.manifest.total_bytes, staged.transfer_s)
         self._staged.put_nowait(staged)
 
     def leases(self) -> list[Lease]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from rollout_queue.keys import REQUEST_GROUP, ROLLOUT_CONSUMER, ROLLOUT_GROUP
+
 DEAD_LETTERS_KEPT = 1000
 
 PRELUDE = """
 local STATE, OPEN, REQUESTS, ROLLOUTS, DEAD = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local PRODUCERS, TRAINER, RANK0 = 'producers', 'trainer', 'rank0'
+local PRODUCERS, TRAINER, RANK0 = 'REQUEST_GROUP', 'ROLLOUT_GROUP', 'ROLLOUT_CONSUMER'
 local RETURNED = '-'  -- consumer that holds what was given back
 local NEVER = 2000000000  -- idle ms: abandoned for long
 
@@ -88,4 +90,11 @@ local function fenced()
   end
   return nil
 end
-""".replace("DEAD_LETTERS_KEPT", str(DEAD_LETTERS_KEPT))
+"""
+for _name, _value in {
+    "DEAD_LETTERS_KEPT": str(DEAD_LETTERS_KEPT),
+    "REQUEST_GROUP": REQUEST_GROUP,
+    "ROLLOUT_GROUP": ROLLOUT_GROUP,
+    "ROLLOUT_CONSUMER": ROLLOUT_CONSUMER,
+}.items():
+    PRELUDE = PRELUDE.replace(_name, _value)

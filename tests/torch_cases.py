@@ -121,7 +121,7 @@ def assert_same_update(engine: TorchEngine, folder: Path, expected) -> None:
 
     AdamW's first step is lr · g/(|g| + 1e-8): where g is rounding noise, so is the step, and only its size is checked.
     """
-    engine.save_state(folder)
+    engine.snapshot()(folder)
     state = load_file(folder / "state-00000.safetensors")
     assert {n for n, _ in engine.named_weights()} == set(expected)
     largest = max(p.grad.abs().max().item() for p in expected.values())

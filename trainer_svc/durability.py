@@ -51,6 +51,7 @@ class Durability:
         self._covered = 0  # the first so many retained groups are covered by the checkpoint being written
         self._drawn: list[str] = []  # re-queued prompts that it covers
         self._owed = False  # one was due while another was still being written
+        self._best_written: int | None = None  # the step that best.json names
         self._relieved_at = self._warned_at = float("-inf")
         self.saved_step = -1
 
@@ -120,7 +121,8 @@ class Durability:
             return
         best = evaluation.best
         self._saver.protected = evaluation.open_steps() | ({best["step"]} if best else set())
-        best_checkpoint(self._saver.root, best)
+        if best and best["step"] != self._best_written and best_checkpoint(self._saver.root, best):
+            self._best_written = best["step"]
 
     def _collect(self, step: int | None) -> None:
         if step is not None:

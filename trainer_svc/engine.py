@@ -58,12 +58,12 @@ class Engine(Protocol):
         """Model, config and tokenizer in Hugging Face format."""
         ...
 
-    def save_state(self, folder: Path) -> None:
-        """Weights as trained, optimizer, scheduler position and RNG, so that load_state continues bit for bit."""
-        ...
-
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy everything now; the result writes save_state(folder) and save_model(folder / "model") of this moment, from any thread."""
+        """Copy everything now; the result, called with a folder from any thread, writes it there.
+
+        The folder then holds weights as trained, optimizer, scheduler position and RNG, so that load_state continues bit for bit,
+        and in `model/` what save_model would have written.
+        """
         ...
 
     def load_state(self, folder: Path) -> None: ...

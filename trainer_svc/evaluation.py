@@ -75,25 +75,23 @@ class Evaluation:
     def due(self, step: int) -> bool:
         return bool(self._items) and self._config.eval.every_steps > 0 and step % self._config.eval.every_steps == 0
 
-    def begin(self, step: int, incarnation: int) -> None:
-        """Issue the requests that measure version `step`, which must be published."""
+    def begin(self, step: int, incarnation: int) -> list[Request]:
+        """The requests that measure version `step`, which must be published."""
         ids = [RequestId(step, EVAL_SLOT + i) for i in range(len(self._items))]
         self._rounds[step] = _Round(set(ids))
-        self._queue.issue(
-            [
-                Request(
-                    id=request_id,
-                    incarnation=incarnation,
-                    min_version=step,
-                    seed=self._order.request_seed(request_id._replace(step=0)),
-                    prompt_ids=item.prompt_ids,
-                    sampling=self._sampling,
-                    item_id=item.id,
-                    payload=item.payload,
-                )
-                for request_id, item in zip(ids, self._items, strict=True)
-            ]
-        )
+        return [
+            Request(
+                id=request_id,
+                incarnation=incarnation,
+                min_version=step,
+                seed=self._order.request_seed(request_id._replace(step=0)),
+                prompt_ids=item.prompt_ids,
+                sampling=self._sampling,
+                item_id=item.id,
+                payload=item.payload,
+            )
+            for request_id, item in zip(ids, self._items, strict=True)
+        ]
 
     def take(self, arrival: GroupHeader | DeadNotice) -> None:
         """An evaluation request was answered (or given up)."""
@@ -145,7 +143,9 @@ class Evaluation:
             )
 
 
-def best_checkpoint(root: Path, best: Mapping[str, Any] | None) -> None:
-    """Write root/best.json for the best evaluated checkpoint."""
-    if best is not None and (root / f"step-{best['step']:06d}").is_dir():
-        write_text_atomic(root / "best.json", json.dumps(dict(best)) + "\n")
+def best_checkpoint(root: Path, best: Mapping[str, Any]) -> bool:
+    """Write root/best.json for the best evaluated checkpoint; False while that checkpoint is not there yet."""
+    if not (root / f"step-{best['step']:06d}").is_dir():
+        return False
+    write_text_atomic(root / "best.json", json.dumps(dict(best)) + "\n")
+    return True

@@ -96,9 +96,6 @@ class FakeEngine:
     def save_model(self, folder: Path) -> None:
         _write_weights(folder, self.weights)
 
-    def save_state(self, folder: Path) -> None:
-        self.snapshot()(folder)
-
     def snapshot(self) -> Callable[[Path], None]:
         weights, updates = self.weights.copy(), self.updates
 

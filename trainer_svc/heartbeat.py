@@ -26,13 +26,17 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        self._queue.heartbeat(TTL_S)
+        self.beat()
         self._thread.start()
+
+    def beat(self) -> None:
+        """Beat now, in the caller's thread: raises Fenced at once when the run has a newer trainer."""
+        self._queue.heartbeat(TTL_S)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY_S):
             try:
-                self._queue.heartbeat(TTL_S)
+                self.beat()
             except (QueueError, RedisError) as error:
                 self._error = error
                 return

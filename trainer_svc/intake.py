@@ -124,6 +124,11 @@ class Intake:
         self.ledger = self.ledger.add(issued=len(new))
         self._issue(new)
 
+    def evaluate(self, step: int) -> None:
+        """Issue the evaluation of version `step`, which must be published."""
+        if self.evaluation is not None:
+            self._queue_up(self.evaluation.begin(step, self.incarnation))
+
     def reissue_restored(self, published: int) -> None:
         """After a resume: the open requests of the checkpoint that were not delivered meanwhile."""
         self.published = published
@@ -138,13 +143,16 @@ class Intake:
         self._issue(undelivered)
 
     def _issue(self, ids: Sequence[RequestId]) -> None:
-        """Queue the requests. On a full server they are missing in the next census, and come again then."""
-        if not ids:
+        self._queue_up([self.request(r) for r in ids])
+
+    def _queue_up(self, requests: Sequence[Request]) -> None:
+        """On a full server they are missing in the next census: open requests come again then, evaluations do not."""
+        if not requests:
             return
         try:
-            self._queue.issue([self.request(r) for r in ids])
+            self._queue.issue(requests)
         except OutOfMemory as error:
-            log.warning("%d requests cannot be issued yet: %s", len(ids), error)
+            log.warning("%d requests cannot be issued yet: %s", len(requests), error)
 
     # --- deliveries
     def _take_deliveries(self, block_s: float) -> int:

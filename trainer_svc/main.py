@@ -22,7 +22,7 @@ from trainer_svc.durability import Durability
 from trainer_svc.engine import Engine
 from trainer_svc.errors import DataError
 from trainer_svc.evaluation import Evaluation
-from trainer_svc.heartbeat import TTL_S, Heartbeat
+from trainer_svc.heartbeat import Heartbeat
 from trainer_svc.intake import Intake
 from trainer_svc.jsonl import write_text_atomic
 from trainer_svc.order import DataOrder
@@ -102,6 +102,7 @@ class Trainer:
         )
         log.info("metrics on port %d", self.web.port)
         self.incarnation = self.queue.claim(last_incarnation(config.run_dir) + 1)
+        self.telemetry.claimed(self.incarnation)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         write_text_atomic(config.run_dir / PORT, f"{self.web.port}\n")
         write_text_atomic(config.run_dir / INCARNATION, json.dumps({"incarnation": self.incarnation}))
@@ -149,7 +150,7 @@ class Trainer:
             self.tokenizer,
             self.order.total_steps(),
             self._stop,
-            self.heartbeat.check,
+            self.heartbeat,
         )
         reason = "error"
         try:
@@ -164,7 +165,7 @@ class Trainer:
 
     def _guard(self) -> None:
         """Raise when a newer trainer owns the run: by Redis, or by the run folder where Redis is gone."""
-        self.queue.heartbeat(TTL_S)
+        self.heartbeat.beat()
         newest = last_incarnation(self._config.run_dir)
         if newest > self.incarnation:
             raise Fenced(f"incarnation {newest} owns the run folder {self._config.run_dir}; this is {self.incarnation}")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer_svc import checkpoint
-from trainer_svc.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Saver:
         """Let a running save end; its error is only logged."""
         try:
             self.finished(wait=True)
-        except (CheckpointError, Exception) as error:  # noqa: BLE001 - the caller is already on its way out
+        except Exception as error:  # noqa: BLE001 - the caller is already on its way out
             log.error("the last checkpoint failed: %s", error)
 
     def _save(self, job: _Job, write: Callable[[Path], None], meta: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbehind.config import Config
@@ -30,7 +30,7 @@ from trainer_svc.batch import make_batch
 from trainer_svc.durability import Durability
 from trainer_svc.engine import Engine
 from trainer_svc.errors import TrainerError
-from trainer_svc.heartbeat import TTL_S
+from trainer_svc.heartbeat import Heartbeat
 from trainer_svc.intake import Intake, Taken
 from trainer_svc.ledger import Ledger
 from trainer_svc.phases import PhaseClock
@@ -60,7 +60,7 @@ class TrainerService:
         tokenizer: Tokenizer,
         total_steps: int,
         stop: StopFlag,
-        fence: Callable[[], None],
+        heartbeat: Heartbeat,
     ) -> None:
         self._config = config
         self._queue = queue
@@ -73,7 +73,7 @@ class TrainerService:
         self._tokenizer = tokenizer
         self._total_steps = total_steps
         self._stop = stop
-        self._fence = fence
+        self._heartbeat = heartbeat
         self.step = 0
         self.published = -1
         self._clock = PhaseClock()
@@ -118,7 +118,7 @@ class TrainerService:
 
     def _stopping(self) -> bool:
         self._publisher.check()
-        self._fence()
+        self._heartbeat.check()
         self._durability.relieve()
         return self._stop()
 
@@ -126,12 +126,12 @@ class TrainerService:
         self._telemetry.stalled(waited_s, self._intake.who_waits(self.step))
 
     def _train(self, taken: Sequence[Taken]) -> Mapping[str, float]:
-        self._fence()
+        self._heartbeat.check()
         batch = make_batch(self.step, taken, self._config)
         start = time.time()
         with self._clock.phase("train"):
             stats = self._engine.train_step(batch)
-        self._queue.heartbeat(TTL_S)  # a trainer that was stopped meanwhile must leave no trace of this step
+        self._heartbeat.beat()  # a trainer that was stopped meanwhile must leave no trace of this step
         self._recorder.trained(start, time.time())
         self._recorder.account(self.step, taken, self._engine.named_weights)
         return stats
@@ -155,7 +155,7 @@ class TrainerService:
         if evaluation is not None and evaluation.due(self.step):
             if self.published < self.step:
                 self._publish()
-            evaluation.begin(self.step, self._intake.incarnation)
+            self._intake.evaluate(self.step)
 
     # --- what is left to read
     def _record(self, taken: Sequence[Taken], stats: Mapping[str, float], overlapped: bool) -> None:
@@ -170,7 +170,7 @@ class TrainerService:
 
     def _end(self, reason: str) -> str:
         """Last checkpoint and final model, conservation, summary; only "done" tells the producers to leave."""
-        self._fence()
+        self._heartbeat.check()
         if reason == "done":
             self._intake.finish_evaluations(self._stopping, self._config.producer.request_timeout_s)
         self._durability.finish(self.step)

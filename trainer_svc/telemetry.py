@@ -19,13 +19,16 @@ WARN_EVERY_S = 60.0
 class Telemetry:
     """Turns totals of the run into counters of this process."""
 
-    def __init__(self, incarnation: int = 0) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._metrics = TrainerMetrics(self.registry)
-        self._metrics.incarnation.set(incarnation)
         self._totals: dict[int, float] = {}
         self._stall = ""
         self._warned_at = float("-inf")
+
+    def claimed(self, incarnation: int) -> None:
+        """The run is ours."""
+        self._metrics.incarnation.set(incarnation)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step is done; `row` is its line of metrics.jsonl."""

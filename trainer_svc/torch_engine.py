@@ -190,10 +190,6 @@ class TorchEngine:
     def save_model(self, folder: Path) -> None:
         write_model(self._model, self._folder, folder)
 
-    def save_state(self, folder: Path) -> None:
-        assert self._optimizer is not None
-        write_state(folder, [*self._optimizer.tensors(), *_rng_tensors()], {"updates": self.updates})
-
     def snapshot(self) -> Callable[[Path], None]:
         assert self._optimizer is not None
         model, source, info = self._model, self._folder, {"updates": self.updates}

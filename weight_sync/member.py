@@ -192,7 +192,7 @@ class Member:
         seconds = time.monotonic() - began
         self._reporter.received(version, epoch, seconds, call.total_bytes)
         log.debug("version %d received and verified in %.2f s", version.number, seconds)
-        self._on_staged(StagedWeights(version, manifest, slot.path))
+        self._on_staged(StagedWeights(version, manifest, slot.path, seconds))
         self._reporter.answer(Ack("", "", "received", 0, 0, call.incarnation, epoch, call.transfer, call.number))
 
     def _check_newer(self, call: TransferCall | ShareCall) -> None:

@@ -19,3 +19,4 @@ class StagedWeights:
     version: Version
     manifest: Manifest
     path: Path  # file of manifest.total_bytes bytes, usually below /dev/shm
+    transfer_s: float = 0.0  # from the announcement to the verified whole, seconds

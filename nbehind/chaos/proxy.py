@@ -32,10 +32,9 @@ class ProxyLoop:
         ] = []  # seconds since the epoch: the machine stood still, or was overloaded
         self._thread = threading.Thread(target=self.loop.run_forever, name="chaos proxies", daemon=True)
         self._thread.start()
-        self._ticks = asyncio.run_coroutine_threadsafe(self._tick(), self.loop)
+        self._ticks = asyncio.run_coroutine_threadsafe(self._tick(time.time()), self.loop)
 
-    async def _tick(self) -> None:
-        before = time.time()
+    async def _tick(self, before: float) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.time()

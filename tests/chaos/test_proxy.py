@@ -88,7 +88,9 @@ from nbehind.chaos.proxy import ProxyLoop
 loop = ProxyLoop()
 print("ready", flush=True)
 sys.stdin.readline()
-time.sleep(0.5)
+deadline = time.time() + 20
+while not loop.pauses and time.time() < deadline:
+    time.sleep(0.05)
 print([round(end - begin) for begin, end in loop.pauses], flush=True)
 loop.close()
 """
@@ -105,7 +107,7 @@ def test_a_process_that_did_not_run_notes_it() -> None:
         os.kill(child.pid, signal.SIGSTOP)
         time.sleep(3.0)
         os.kill(child.pid, signal.SIGCONT)
-        out, _ = child.communicate("\n", timeout=30)
+        out, _ = child.communicate("\n", timeout=60)
         pauses = json.loads(out)
         assert max(pauses) >= 3
     finally:

@@ -26,22 +26,7 @@ from torch_cases import (
 
 from trainer_svc.engine import TrainBatch, TrainSequence
 
-
-@pytest.fixture(autouse=True)
-def same_threads_after():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tied"))
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+pytestmark = pytest.mark.usefixtures("same_threads_after")
 
 
 @pytest.mark.parametrize(

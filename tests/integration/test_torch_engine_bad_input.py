@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -21,22 +19,7 @@ from torch_cases import (
 from trainer_svc.engine import TrainBatch, TrainSequence
 from trainer_svc.errors import TrainerError, TrainingError
 
-
-@pytest.fixture(autouse=True)
-def same_threads_after():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tied"))
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+pytestmark = pytest.mark.usefixtures("same_threads_after")
 
 
 BAD = {

@@ -13,7 +13,6 @@ from torch_cases import (
     assert_same,
     configure,
     make_batch,
-    make_model,
     start,
     weights,
 )
@@ -24,21 +23,7 @@ from trainer_svc.errors import CheckpointError
 REPO = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def same_threads_after():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tied"))
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+pytestmark = pytest.mark.usefixtures("same_threads_after")
 
 
 def test_same_inputs_same_bits(tied):
@@ -59,7 +44,7 @@ def test_a_restored_engine_continues_bit_for_bit(tied, tmp_path, dtype, beta):
     straight = start(tied, config)
     for batch in batches[:2]:
         straight.train_step(batch)
-    saved = checkpoint.save(tmp_path, 2, straight.save_state, {"step": 2})
+    saved = checkpoint.save(tmp_path, 2, straight.snapshot(), {"step": 2})
     noise = torch.rand(3)
     expected = [dict(straight.train_step(b)) for b in batches[2:]]
     resumed = start(tied, config)
@@ -74,7 +59,7 @@ def test_a_restored_engine_continues_bit_for_bit(tied, tmp_path, dtype, beta):
 def test_state_before_the_first_update(tied, tmp_path):
     batch = make_batch(tied)
     engine = start(tied)
-    engine.save_state(tmp_path)
+    engine.snapshot()(tmp_path)
     engine.train_step(batch)
     once = weights(engine)
     engine.load_state(tmp_path)
@@ -116,7 +101,7 @@ BROKEN = {
 @pytest.mark.parametrize("damage", BROKEN)
 def test_a_broken_state_is_refused_and_nothing_changes(tied, tmp_path, damage):
     engine = start(tied)
-    engine.save_state(tmp_path)
+    engine.snapshot()(tmp_path)
     before = weights(engine)
     BROKEN[damage](tmp_path)
     with pytest.raises(CheckpointError):
@@ -125,7 +110,7 @@ def test_a_broken_state_is_refused_and_nothing_changes(tied, tmp_path, damage):
 
 
 def test_a_state_of_another_model_is_refused(tied, untied, tmp_path):
-    start(untied).save_state(tmp_path)
+    start(untied).snapshot()(tmp_path)
     with pytest.raises(CheckpointError, match=r"another model: 'weight\.lm_head\.weight' differs"):
         start(tied).load_state(tmp_path)
 
@@ -164,7 +149,7 @@ from trainer_svc.errors import CheckpointError
 root, engine = Path(sys.argv[2]), start(Path(sys.argv[1]))
 checkpoint.save(root, 1, lambda f: None, {{"step": 1}})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-for write in (engine.save_state, engine.save_model):
+for write in (engine.snapshot(), engine.save_model):
     try:
         checkpoint.save(root, 2, write, {{}})
     except CheckpointError as error:
