@@ -2,16 +2,17 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint types check bench format docs clean
+.PHONY: help setup demo test lint types check protections bench format docs clean
 
 unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 CODE := nbehind rollout_queue weight_sync producer_svc trainer_svc
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+ARGS ?=
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with everything pinned; nothing to do the second time
 	@./scripts/setup.sh
@@ -30,6 +31,9 @@ types: setup ## mypy
 	@$(BIN)/mypy $(CODE)
 
 check: lint types test ## what CI runs: lint, types, test
+
+protections: setup ## remove each protection in a copy and see its test fail (ARGS='--only lease'); an hour
+	@$(BIN)/python scripts/check_protections.py $(ARGS)
 
 bench: setup ## measure: queue rate, overlap, stall of weight updates, what grows in 5,000 steps; JSON in bench/out
 	@mkdir -p bench/out

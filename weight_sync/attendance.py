@@ -12,7 +12,7 @@ import redis
 from rollout_queue.keys import Keys
 from weight_sync.calls import Ack, AckReader, DropCall, RefuseCall, send_call
 from weight_sync.channel import SyncSettings
-from weight_sync.choice import possible, shares_memory
+from weight_sync.choice import SHM, has_died, possible, shares_memory
 from weight_sync.errors import Refused
 from weight_sync.ledger import VersionLedger
 from weight_sync.membership import MAX_FAILURES, Register, Roster, mismatch
@@ -63,8 +63,10 @@ class Attendance:
         self._resync = True
 
     def gone(self, sessions: Mapping[str, str]) -> set[str]:
-        """Members of `sessions` that have left meanwhile."""
-        return self._register.gone(sessions)
+        """Members of `sessions` that have left meanwhile, or have died on this machine."""
+        views = self.roster.members
+        local = (n for n in sessions if n in views and SHM in views[n].transports)
+        return self._register.gone(sessions) | {n for n in local if has_died(views[n].record.hello)}
 
     def collect(self, sessions: Mapping[str, str], epoch: int, transfer: int, timeout_s: float) -> dict[str, Ack]:
         """The members' answers to this transfer (−1: to the epoch), after at most `timeout_s`; the dead are not waited for."""

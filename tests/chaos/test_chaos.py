@@ -1,4 +1,4 @@
-"""`nbehind chaos` as a user starts it, short; and that it tells when a guarantee does not hold."""
+"""`nbehind chaos` as a user starts it, for 3 minutes; and that it tells when a guarantee does not hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from nbehind.chaos.faults import KINDS
 from tests import runs
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 500.0
 
 
 def chaos(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,14 +22,14 @@ def chaos(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 def test_nothing_is_lost_or_trained_twice_whatever_dies(tmp_path: Path) -> None:
-    done = chaos(tmp_path, "--minutes", "1.5", "--seed", "11", "--keep", str(tmp_path / "run"))
+    done = chaos(tmp_path, "--minutes", "3", "--seed", "11", "--keep", str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report == json.loads(done.stdout)
     assert report["passed"] and not report["failures"]
-    assert report["fault_kinds"] >= 8 and report["faults_total"] >= 10
+    assert report["fault_kinds"] >= 8 and report["faults_total"] >= 20
     assert report["weights_equal"] is True
     for zero in ("trained_twice", "lost", "lag_violations", "open", "processes_left_over"):
         assert report[zero] == 0

@@ -149,6 +149,23 @@ def test_a_member_that_dies_with_a_version_in_hand_blocks_nobody(
     assert publisher.status()["drops"] <= 1
 
 
+def test_a_dead_member_of_this_machine_is_not_waited_for(
+    redis_client: redis.Redis, keys: Keys, spawn: Members, settings: SyncSettings
+) -> None:
+    """Its mark in Redis would last, and its verdict is never to come: the lock that died with it tells."""
+    patient = replace(settings, alive_ttl_s=600.0, transfer_timeout_s=600.0)
+    made = Publisher(redis_client, keys, 1, HELLO, patient)
+    made.start()
+    a, dead = spawn("a", settings=patient), spawn("dead", settings=patient)
+    join_all(made, "a", "dead")
+    dead.kill()
+    for number in range(3):
+        give(made, number, a)
+    assert made.status()["drops"] == 1
+    made.close()
+    made.check()
+
+
 def test_a_stopped_member_costs_its_deadline_and_comes_back(publisher: Publisher, spawn: Members) -> None:
     a, b = spawn("a"), spawn("b")
     join_all(publisher, "a", "b")

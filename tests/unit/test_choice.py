@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from weight_sync.channel import SyncSettings
-from weight_sync.choice import MODES, common, possible, shares_memory, shm_offer
+from weight_sync.choice import MODES, common, has_died, possible, shares_memory, shm_offer
 from weight_sync.errors import Refused
 from weight_sync.membership import Record, mismatch
+from weight_sync.shm_files import SharedFiles
 from weight_sync.transports import facts
 
 NCCL = "2.30.1 (nccl4py 0.6.0)"
@@ -96,6 +97,21 @@ def test_memory_is_shared_when_the_token_is_here(tmp_path: Path) -> None:
     assert not shares_memory({})
     (tmp_path / "a-token").write_text("x" * 10_000)
     assert not shares_memory(offer)
+
+
+def test_a_token_tells_whether_its_process_lives(tmp_path: Path) -> None:
+    files = SharedFiles(tmp_path, "run", "a")
+    offer = shm_offer(files.token())
+    assert shares_memory(offer) and not has_died(offer)
+    files.close()
+    assert has_died(offer)
+    unlocked = shm_offer(tmp_path / "unlocked")
+    assert has_died(unlocked)
+    os.mkfifo(tmp_path / "pipe")
+    boot, user, secret, _ = offer["can_shm"].split(" ", 3)
+    assert not shares_memory(
+        {"can_shm": f"{boot} {user} {secret} {tmp_path}/pipe"}
+    )  # and it does not wait for a writer
 
 
 def test_modes_are_checked_and_need_no_gpu() -> None:
