@@ -119,6 +119,18 @@ class TrainerConfig(Section):
     fake_step_s: float = Field(0.0, ge=0, description="duration of a step of the fake engine")
 
 
+class LoraConfig(Section):
+    rank: int = Field(
+        0,
+        ge=0,
+        description="rank of the adapters; 0 = none: all weights are trained. Else only adapters are trained and sent",
+    )
+    alpha: float = Field(16.0, gt=0, description="the adapters' product is scaled by alpha / rank")
+    target_modules: tuple[str, ...] = Field(
+        (), description="names of the linear layers that get adapters, such as q_proj; empty = all but the output head"
+    )
+
+
 class ProducerConfig(Section):
     count: int = Field(2, ge=0, description="producers that `nbehind run` starts")
     backend: Literal["vllm", "transformers", "fake"] = Field("vllm", description="how completions are generated")
@@ -209,6 +221,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     algo: AlgoConfig = AlgoConfig()
     trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig = LoraConfig()
     producer: ProducerConfig = ProducerConfig()
     sync: SyncConfig = SyncConfig()
     redis: RedisConfig = RedisConfig()

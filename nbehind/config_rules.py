@@ -14,7 +14,7 @@ GROUP_BYTES_PER_TOKEN = 12  # id, logprob, and room for spans and rewards; see r
 def check(config: Config) -> list[str]:
     """Every broken rule as one line; empty when the config can be used."""
     problems: list[str] = []
-    for rule in (_finite, _batch, _lengths, _pacing, _fake, _times, _ports, _redis, _memory, _data, _evaluation):
+    for rule in (_finite, _batch, _lengths, _pacing, _fake, _times, _ports, _redis, _memory, _data, _evaluation, _lora):
         problems += rule(config)
     return problems
 
@@ -98,6 +98,12 @@ def _fake(c: Config) -> list[str]:
         return []
     shown = ", ".join(f'{key} = "{value}"' for key, value in keys.items())
     return [f'{shown}: all three must be "fake", or none']
+
+
+def _lora(c: Config) -> list[str]:
+    if c.lora.rank and c.trainer.engine == "fake":
+        return [f'lora.rank = {c.lora.rank} needs trainer.engine = "torch": the fake engine has no layers to adapt']
+    return []
 
 
 def _times(c: Config) -> list[str]:

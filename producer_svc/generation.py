@@ -116,6 +116,11 @@ def check_staged(staged: StagedWeights, expected: Shapes, tied: bool) -> None:
             f"first {name} {got.get(name, 'missing')} where the model has {want.get(name, 'none')}: "
             "trainer and producer must use the same model folder"
         )
+    check_file(staged)
+
+
+def check_file(staged: StagedWeights) -> None:
+    """Refused unless the file is there with all its bytes."""
     try:
         size = staged.path.stat().st_size
     except OSError as error:

@@ -15,6 +15,7 @@ from nbehind.models import prepare_model
 from nbehind.services import open_queue, sync_settings
 from nbehind.stopping import EXIT_INTERRUPTED, StopFlag
 from nbehind.tokenizer import load_tokenizer
+from producer_svc.adapters import Base
 from producer_svc.generator import Generator
 from producer_svc.keeper import Keeper
 from producer_svc.rewards import Scorer
@@ -33,13 +34,14 @@ def make_generator(config: Config, folder: Path) -> Generator:
         from producer_svc.fake_generator import FakeGenerator
 
         return FakeGenerator(config.producer.fake_generate_s, config.producer.fake_sigma, config.producer.in_flight)
+    base = Base(str(folder), config.lora.alpha / config.lora.rank) if config.lora.rank else None
     if config.producer.backend == "transformers":
         from producer_svc.transformers_generator import TransformersGenerator
 
-        return TransformersGenerator(folder, config.model, config.producer, config.sampling)
+        return TransformersGenerator(folder, config.model, config.producer, config.sampling, base)
     from producer_svc.vllm_generator import VllmGenerator
 
-    return VllmGenerator(folder, config.model, config.producer, config.sampling)
+    return VllmGenerator(folder, config.model, config.producer, config.sampling, base)
 
 
 async def serve_run(config: Config, redis_url: str, index: int, name: str, stop: StopFlag) -> str:

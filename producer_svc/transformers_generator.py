@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from nbehind.config import ModelConfig, ProducerConfig, SamplingConfig
+from producer_svc.adapters import Base, check_weights, engine_weights
 from producer_svc.errors import GeneratorError
 from producer_svc.generation import (
     TIED,
     check_request,
     check_spans,
-    check_staged,
     end_ids,
-    map_weights,
     max_new_tokens,
     read_model_config,
     weight_shapes,
@@ -43,11 +42,18 @@ class TransformersGenerator(ThreadedGenerator):
     """Implements Generator. The stop token is part of a completion: ending is an action, with a logprob of its own."""
 
     def __init__(
-        self, model_folder: Path, model: ModelConfig, producer: ProducerConfig, sampling: SamplingConfig
+        self,
+        model_folder: Path,
+        model: ModelConfig,
+        producer: ProducerConfig,
+        sampling: SamplingConfig,
+        base: Base | None = None,
     ) -> None:
         del sampling  # every request carries its own
         super().__init__(
-            lambda: TransformersBackend(model_folder, model, producer), producer.in_flight, producer.start_timeout_s
+            lambda: TransformersBackend(model_folder, model, producer, base),
+            producer.in_flight,
+            producer.start_timeout_s,
         )
 
 
@@ -85,9 +91,9 @@ class Row:
 class TransformersBackend:
     """Implements Backend."""
 
-    def __init__(self, folder: Path, model: ModelConfig, producer: ProducerConfig) -> None:
+    def __init__(self, folder: Path, model: ModelConfig, producer: ProducerConfig, base: Base | None = None) -> None:
         self.tokens = 0
-        self._folder, self._config, self._producer = folder, model, producer
+        self._folder, self._config, self._producer, self._base = folder, model, producer, base
         self._waiting: dict[int, Request] = {}
         self._rows: list[Row] = []  # of the batch, in the order of the cache
         self._done: dict[int, list[Row]] = {}  # finished rows of requests that are not finished
@@ -222,12 +228,12 @@ class TransformersBackend:
 
     # --- weights
     def check(self, staged: StagedWeights) -> None:
-        check_staged(staged, self._shapes, self._tied)
+        check_weights(staged, self._shapes, self._tied, self._base)
 
     @torch.no_grad()
     def swap(self, staged: StagedWeights, keep_cache: bool) -> None:
         state = self._model.state_dict()
-        for name, tensor in map_weights(staged.path, staged.manifest).items():
+        for name, tensor in engine_weights(staged.path, staged.manifest, self._base):
             if not (self._tied and name == TIED):
                 state[name].copy_(tensor)
         self._version = staged.version

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from nbehind.config import ModelConfig, ProducerConfig, SamplingConfig
+from producer_svc.adapters import Base, check_weights
 from producer_svc.errors import GeneratorError
 from producer_svc.generation import (
     Refused,
     check_request,
     check_spans,
-    check_staged,
     label,
     max_new_tokens,
     read_model_config,
@@ -51,10 +51,17 @@ class VllmGenerator(ThreadedGenerator):
     """Implements Generator. The stop token is part of a completion: ending is an action, with a logprob of its own."""
 
     def __init__(
-        self, model_folder: Path, model: ModelConfig, producer: ProducerConfig, sampling: SamplingConfig
+        self,
+        model_folder: Path,
+        model: ModelConfig,
+        producer: ProducerConfig,
+        sampling: SamplingConfig,
+        base: Base | None = None,
     ) -> None:
         super().__init__(
-            lambda: VllmBackend(model_folder, model, producer, sampling), producer.in_flight, producer.start_timeout_s
+            lambda: VllmBackend(model_folder, model, producer, sampling, base),
+            producer.in_flight,
+            producer.start_timeout_s,
         )
 
 
@@ -104,9 +111,16 @@ class Job:
 class VllmBackend:
     """Implements Backend."""
 
-    def __init__(self, folder: Path, model: ModelConfig, producer: ProducerConfig, sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        producer: ProducerConfig,
+        sampling: SamplingConfig,
+        base: Base | None = None,
+    ) -> None:
         self.tokens = 0
-        self._folder, self._model, self._producer, self._sampling = folder, model, producer, sampling
+        self._folder, self._model, self._producer, self._sampling, self._base = folder, model, producer, sampling, base
         self._running_tokens = 0
         self._engine: Any = None
         self._jobs: dict[int, Job] = {}
@@ -252,7 +266,7 @@ class VllmBackend:
 
     # --- weights
     def check(self, staged: StagedWeights) -> None:
-        check_staged(staged, self._shapes, self._tied)
+        check_weights(staged, self._shapes, self._tied, self._base)
 
     def swap(self, staged: StagedWeights, keep_cache: bool) -> None:
         if not self._jobs:
@@ -261,7 +275,7 @@ class VllmBackend:
         begun_anew = self._forget_unbegun() if keep_cache else []
         if not keep_cache or not self._engine.has_unfinished_requests():
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._engine.collective_rpc("nb_commit", args=(str(staged.path), staged.manifest.encode()))
+        self._engine.collective_rpc("nb_commit", args=(str(staged.path), staged.manifest.encode(), self._base))
         self._name_version(staged.version)
         for key, sample in begun_anew:
             self._add_sample(key, sample)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from producer_svc.generation import map_weights
+from producer_svc.adapters import Base, engine_weights
 from weight_sync.manifest import Manifest
 
 PR_SET_PDEATHSIG = 1
@@ -20,13 +20,13 @@ class WorkerExtension:
     vllm_config: Any
     model_runner: Any
 
-    def nb_commit(self, path: str, manifest: bytes) -> None:
+    def nb_commit(self, path: str, manifest: bytes, base: Base | None) -> None:
         """Replace the weights by those in the file. To be called between two steps; the file is free afterwards."""
         from vllm.config import set_current_vllm_config
 
-        views = map_weights(Path(path), Manifest.decode(manifest))
+        weights = engine_weights(Path(path), Manifest.decode(manifest), base)
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=iter(views.items()))
+            self.model_runner.reload_weights(weights_iterator=iter(weights))
             repack_tied(self.model_runner.get_model())
 
     def nb_die_with(self, parent: int) -> None:

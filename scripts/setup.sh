@@ -46,14 +46,14 @@ else
   pip=("$python" -m pip --python $venv/bin/python)
 fi
 
-install() { "${pip[@]}" install --quiet "$@" || die "pip failed (its message is above); check network and disk space, then run 'make setup' again"; }
+install() { "${pip[@]}" install --quiet --no-compile "$@" || die "pip failed (its message is above); check network and disk space, then run 'make setup' again"; }
 say "installing torch (requirements/torch.txt)"
 install -r requirements/torch.txt
 say "installing vLLM and the rest (requirements/base.txt, vllm.txt, dev.txt); 3 to 4 GB, a few minutes"
 install --no-deps -r requirements/base.txt -r requirements/vllm.txt -r requirements/dev.txt
 say "installing this project (editable)"
 install --no-deps --no-build-isolation --editable .
-say "compiling to byte code"
+say "compiling to byte code, on all cores"
 # (fails for the templates of other Python versions that some packages carry; nothing depends on those)
 $venv/bin/python -m compileall -q -j 0 $venv/lib/python3.11/site-packages nbehind rollout_queue weight_sync producer_svc trainer_svc >/dev/null 2>&1 || true
 $venv/bin/nbehind config >/dev/null || die "the installed nbehind does not start"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nbehind.config import Config
+from trainer_svc.adapters import Adapters
 from trainer_svc.engine import TrainBatch, TrainSequence
 from trainer_svc.errors import CheckpointError, TrainerError, TrainingError
 from trainer_svc.logprobs import Filter, Head, token_logprobs
@@ -42,6 +43,7 @@ class TorchEngine:
         self._filter = Filter(sampling.temperature, sampling.top_p, sampling.top_k)
         self._model: Any = None
         self._reference: Any = None
+        self._adapters: Adapters | None = None
         self._optimizer: Optimizer | None = None
         self._told = False
 
@@ -56,10 +58,12 @@ class TorchEngine:
         log.info("model %s loaded in %.1f s", self._folder.name, time.monotonic() - started)
         if self._config.algo.beta > 0:  # from the folder, never from a checkpoint: a resumed run keeps its reference
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
+        if self._config.lora.rank:
+            self._adapters = Adapters(self._model, self._config.lora, self._config.model.path)
         self._optimizer = Optimizer(self._model, trainer)
         count = sum(w.numel() for w in self._optimizer.weights.values())
         log.info(
-            "engine ready in %.1f s: %s, %.1f M parameters, %s on %s, %d threads%s",
+            "engine ready in %.1f s: %s, %.1f M trained parameters, %s on %s, %d threads%s",
             time.monotonic() - started, type(self._model).__name__, count / 1e6, trainer.dtype, device, trainer.threads,
             ", with reference" if self._reference is not None else "",
         )  # fmt: skip
@@ -185,23 +189,31 @@ class TorchEngine:
         return "the sum of micro-batches that are each finite"
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self._model)
+        return named_weights(self._model) if self._adapters is None else self._adapters.named()
 
     def save_model(self, folder: Path) -> None:
-        write_model(self._model, self._folder, folder)
+        self._write_model(folder, dict(self.named_weights()))
+
+    def _write_model(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """The model with `weights`, those of named_weights(); adapters are merged into it and lie beside it, in `adapter/`."""
+        adapters = self._adapters
+        write_model(self._model, self._folder, folder, weights if adapters is None else dict(adapters.merged(weights)))
+        if adapters is not None:
+            adapters.write(folder / "adapter", weights)
 
     def snapshot(self) -> Callable[[Path], None]:
         assert self._optimizer is not None
-        model, source, info = self._model, self._folder, {"updates": self.updates}
+        info = {"updates": self.updates}
         copies = {n: t.detach().to("cpu", copy=True) for n, t in [*self._optimizer.tensors(), *_rng_tensors()]}
+        masters = {Adapters.name_of(n): copies[f"weight.{n}"] for n in self._optimizer.weights}
         weights = {
-            n: copies[f"weight.{n}"].to(t.dtype) if f"weight.{n}" in copies else t.detach().to("cpu", copy=True)
+            n: masters[n].to(t.dtype) if n in masters else t.detach().to("cpu", copy=True)
             for n, t in self.named_weights()
         }
 
         def write(folder: Path) -> None:
             write_state(folder, copies.items(), info)
-            write_model(model, source, folder / "model", weights)
+            self._write_model(folder / "model", weights)
 
         return write
 
@@ -217,7 +229,7 @@ class TorchEngine:
             torch.cuda.set_rng_state(tensors["rng.cuda"])
 
     def close(self) -> None:
-        self._model = self._reference = self._optimizer = None
+        self._model = self._reference = self._optimizer = self._adapters = None
 
 
 def _device(wanted: str) -> torch.device:

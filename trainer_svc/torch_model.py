@@ -146,14 +146,14 @@ def hidden_states(model: Any, ids_BL: Tensor) -> Tensor:
     return states
 
 
-def write_model(model: Any, source: Path, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Hugging Face format: weights (those of the model unless given), config and generation config of the model, tokenizer files of `source`.
+def write_model(model: Any, source: Path, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Hugging Face format: `weights`, config and generation config of the model, tokenizer files of `source`.
 
     OSError when the disk refuses.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder):
-        model.save_pretrained(folder, state_dict=dict(weights) if weights is not None else None)
+        model.save_pretrained(folder, state_dict=dict(weights))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

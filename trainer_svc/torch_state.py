@@ -99,7 +99,7 @@ class Optimizer:
         if wanted != found:
             odd = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
             raise CheckpointError(
-                f"the checkpoint is of another model: {odd[0]!r} differs ({len(odd)} in all); set model.path as before"
+                f"the checkpoint is of another model: {odd[0]!r} differs ({len(odd)} in all); set model.path and lora.* as before"
             )
         self._adamw.state.clear()
         for name, weight in self.weights.items():

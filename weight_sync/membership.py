@@ -151,6 +151,7 @@ _REMEDIES: Mapping[str, str] = {
     "dtype": "give both the same model.dtype",
     "tokenizer": "give both the same model.path (the tokenizers differ)",
     "model": "give both the same model.path (the architectures differ)",
+    "adapters": "give both the same model.path, lora.rank and lora.alpha",
     "transport": "give both the same sync.transport",
 }
 _INFORMATIVE = frozenset({"torch", "host", "quantization"})  # not compared: gloo works between torch versions
