@@ -47,7 +47,7 @@ def allowed(field: FieldInfo) -> str:
         return names if len(choices) == 1 else f"one of {names}"
     if origin is tuple:
         parts = typing.get_args(kind)
-        return f"a list of {len(parts)} numbers"
+        return "a list of texts" if parts == (str, ...) else f"a list of {len(parts)} numbers"
     words = KINDS[origin or kind]
     limits = [text for text in map(_limit, field.metadata) if text]
     return f"{words} {' and '.join(limits)}" if limits else words

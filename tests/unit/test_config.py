@@ -101,6 +101,7 @@ def test_malformed_overrides(tmp_path: Path, text: str) -> None:
             'run.name = "../evil": must be a text of the form ^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$',
         ),
         ({"data": {"options": 3}}, "data.options = 3: must be a table"),
+        ({"lora": {"target_modules": "q_proj"}}, 'lora.target_modules = "q_proj": must be a list of texts'),
     ],
 )
 def test_each_problem_names_key_value_and_what_is_allowed(tables: dict[str, Any], message: str) -> None:
@@ -133,6 +134,15 @@ def test_all_problems_come_at_once() -> None:
         ({"run": {"publish_every": 3}}, ["run.publish_every = 3", "run.n_behind + 1 = 2"]),
         ({"run": {"max_steps": 0}}, ["run.max_steps = 0", "data.epochs = 0"]),
         ({"model": {"path": "fake"}}, ['model.path = "fake"', 'trainer.engine = "torch"', 'producer.backend = "vllm"']),
+        (
+            {
+                "model": {"path": "fake"},
+                "trainer": {"engine": "fake"},
+                "producer": {"backend": "fake"},
+                "lora": {"rank": 4},
+            },
+            ["lora.rank = 4", 'trainer.engine = "torch"'],
+        ),
         ({"producer": {"lease_s": 300}}, ["producer.lease_s = 300.0", "producer.request_timeout_s = 300.0"]),
         ({"run": {"stall_s": 1800}}, ["run.stall_s = 1800.0", "run.give_up_s = 1800.0"]),
         ({"metrics": {"trainer_port": 9001, "producer_port": 9000}}, ["metrics.trainer_port = 9001", "9000 to 9001"]),
