@@ -3,6 +3,7 @@
     root/step-000123/            what `write` put there, and
                      meta.json   the caller's meta and a manifest: size and CRC-32 of every other file
     root/.tmp-…                  a checkpoint being written or deleted; left over only by a kill
+    root/.replaced-step-000123   the older one of a step that is saved again, until the new one has its name
 
 Order of a save: files, meta.json, fsync of all of them and their folders, rename, fsync of root. So a folder with the
 final name is complete, and `newest` verifies that it still is.
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 META = "meta.json"
 FORMAT = 1
 _TEMPORARY = ".tmp-"
+_REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{6,})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20  # bytes read at a time
@@ -71,7 +73,11 @@ def save(
 
 
 def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """(folder, meta) of the newest complete checkpoint, or None. Damaged ones are passed over with a warning."""
+    """(folder, meta) of the newest complete checkpoint, or None. Damaged ones are passed over with a warning.
+
+    Only the process that writes checkpoints here may call it: what a kill left halfway is put in order first.
+    """
+    _put_back(root)
     for folder in reversed(_folders(root)):
         try:
             return folder, verify(folder)
@@ -125,9 +131,21 @@ def prune(root: Path, keep: int, protected: Collection[int] = ()) -> None:
 
 def remove_leftovers(root: Path) -> None:
     """Delete what a killed save or prune left behind. Only the process that writes checkpoints here may call it."""
+    _put_back(root)
     for path in root.glob(f"{_TEMPORARY}*"):
         log.info("removing unfinished %s", path)
         shutil.rmtree(path)
+
+
+def _put_back(root: Path) -> None:
+    """After a kill between the two renames of a replacement the older checkpoint is the one of its step."""
+    for path in root.glob(f"{_REPLACED}*"):
+        final = root / path.name.removeprefix(_REPLACED)
+        if final.exists():
+            _delete(path)
+        else:
+            log.info("putting back %s: its replacement was not finished", final)
+            path.rename(final)
 
 
 def _folders(root: Path) -> list[Path]:
@@ -137,13 +155,13 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    replaced = final.with_name(f"{_TEMPORARY}old-{final.name}")
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
     _sync(final.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _delete(replaced)
 
 
 def _delete(folder: Path) -> None:

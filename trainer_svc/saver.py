@@ -18,6 +18,8 @@ from trainer_svc import checkpoint
 
 log = logging.getLogger(__name__)
 
+TELL_S = 60.0  # between two lines about checkpoints that were saved, so that logs stay small
+
 
 @dataclass(slots=True)
 class _Job:
@@ -34,6 +36,7 @@ class Saver:
         self._keep = keep
         self._guard = guard
         self._job: _Job | None = None
+        self._told_at = float("-inf")
         self.protected: set[int] = set()  # steps that pruning leaves alone
 
     @property
@@ -74,6 +77,11 @@ class Saver:
         try:
             checkpoint.save(self.root, job.step, write, meta, self._guard)
             self.prune()
-            log.info("checkpoint of step %d saved in %.2f s", job.step, time.monotonic() - start)
+            self._tell(job.step, time.monotonic() - start)
         except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread by finished()
             job.error = error
+
+    def _tell(self, step: int, seconds: float) -> None:
+        due = time.monotonic() - self._told_at >= TELL_S
+        self._told_at = time.monotonic() if due else self._told_at
+        log.log(logging.INFO if due else logging.DEBUG, "checkpoint of step %d saved in %.2f s", step, seconds)

@@ -63,7 +63,7 @@ class TorchEngine:
         self._optimizer = Optimizer(self._model, trainer)
         count = sum(w.numel() for w in self._optimizer.weights.values())
         log.info(
-            "engine ready in %.1f s: %s, %.1f M trained parameters, %s on %s, %d threads%s",
+            "engine ready in %.1f s: %s, %.3g M trained parameters, %s on %s, %d threads%s",
             time.monotonic() - started, type(self._model).__name__, count / 1e6, trainer.dtype, device, trainer.threads,
             ", with reference" if self._reference is not None else "",
         )  # fmt: skip

@@ -192,7 +192,8 @@ def test_file_size_limit(tmp_path):
     check_full(run(limit + SAVES_TOO_MUCH, str(tmp_path)), tmp_path, "File too large")
 
 
-def test_kill_at_any_moment_of_a_save(tmp_path):
+@pytest.mark.parametrize("older", [1, 2], ids=["another-step", "the-same-step"])
+def test_kill_at_any_moment_of_a_save(tmp_path, older):
     """The process is killed at every file operation of a save in turn; a complete checkpoint always remains."""
     code = """
         import os, signal, sys
@@ -212,13 +213,13 @@ def test_kill_at_any_moment_of_a_save(tmp_path):
         armed = False
         sys.addaudithook(hook)
         armed = True
-        checkpoint.save(root, 2, write, {"step": 2})
+        checkpoint.save(root, 2, write, {"step": "new"})
         checkpoint.prune(root, 1)
     """
     seen = set()
     for moment in range(1, 60):
         root = tmp_path / str(moment)
-        checkpoint.save(root, 1, write, {"step": 1})
+        checkpoint.save(root, older, write, {"step": "old"})
         done = run(code, str(root), str(moment))
         found = checkpoint.newest(root)
         assert found is not None
@@ -229,4 +230,4 @@ def test_kill_at_any_moment_of_a_save(tmp_path):
         checkpoint.save(root, 3, write, {"step": 3})
         checkpoint.prune(root, 1)
         assert names(root) == ["step-000003"]
-    assert seen == {(-signal.SIGKILL, 1), (-signal.SIGKILL, 2), (0, 2)}
+    assert seen == {(-signal.SIGKILL, "old"), (-signal.SIGKILL, "new"), (0, "new")}
