@@ -207,23 +207,23 @@ PROTECTIONS = (
     Protection(
         "a member that stopped costs its deadline and no more",
         "weight_sync/sender.py",
-        "silent = [m for m in sessions if m not in answers and not self._stop.is_set()]",
-        "silent: list[str] = []",
-        f"{SHM} -k stopped_member",
+        "limit_s, total = self._settings.transfer_timeout_s, staged.manifest.total_bytes",
+        "limit_s, total = 1000.0, staged.manifest.total_bytes",
+        f"{SYNC} -k lost_in_mid_transfer",
     ),
     Protection(
         "a dead member is not waited for",
-        "weight_sync/choice.py",
-        "        return False\n\n\ndef _offer",
-        "        return True\n\n\ndef _offer",
-        f"{SHM} -k members_of_one_machine",
+        "weight_sync/attendance.py",
+        "return self._register.gone(sessions) | {n for n in local if has_died(views[n].record.hello)}",
+        "return self._register.gone(sessions)",
+        f"{SHM} -k dead_member_of_this_machine",
     ),
     Protection(
         "a member left out joins again",
         "weight_sync/member.py",
         '            log.warning("the publisher left us out (%s); joining again", call.reason)\n            self._registered = False\n',
         "",
-        f"{SHM} -k stopped_member",
+        f"{SHM} -k damaged_memory",
     ),
     # --- fencing
     Protection(

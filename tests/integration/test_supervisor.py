@@ -84,7 +84,8 @@ from nbehind.launch import RunOptions, launch
 folder, script, trainer, producer = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
 from pathlib import Path
 try:
-    code = launch(fake_config(Path(folder)), RunOptions(plain=True), commands(Path(script), trainer, producer))
+    config = fake_config(Path(folder), run={"drain_s": float(sys.argv[5])})
+    code = launch(config, RunOptions(plain=True), commands(Path(script), trainer, producer))
 except expected_errors() as error:
     sys.stderr.write(describe(error, "run"))
     code = exit_code_of(error)
@@ -92,7 +93,7 @@ sys.exit(code)
 """
 
 
-Drive = Callable[[Sequence[str], Sequence[str]], subprocess.Popen[str]]
+Drive = Callable[..., subprocess.Popen[str]]
 
 
 def fake_config(folder: Path, **sections: Mapping[str, object]) -> Config:
@@ -159,8 +160,9 @@ def drive(tmp_path: Path, script: Path) -> Iterator[Drive]:
     """Start `launch` in a process; at the end nothing of it may be left."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(trainer: Sequence[str], producer: Sequence[str]) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-c", DRIVER, str(tmp_path), str(script), json.dumps(trainer), json.dumps(producer)]
+    def start(trainer: Sequence[str], producer: Sequence[str], drain_s: float = 3.0) -> subprocess.Popen[str]:
+        flags = [json.dumps(trainer), json.dumps(producer), str(drain_s)]
+        argv = [sys.executable, "-c", DRIVER, str(tmp_path), str(script), *flags]
         process = subprocess.Popen(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         started.append(process)
         return process
@@ -280,7 +282,7 @@ def test_sigterm_drains_the_trainer_first(tmp_path: Path, drive: Drive) -> None:
 
 
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, drive: Drive) -> None:
-    process = drive(["drain=60"], ["ignore_term=1"])
+    process = drive(["drain=600"], ["ignore_term=1"], drain_s=600.0)
     wait_until(lambda: len(pids(tmp_path)) == 3)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: ("trainer", "term") in [e[:2] for e in events(tmp_path)])
