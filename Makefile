@@ -21,7 +21,7 @@ demo: setup ## train the demo: GRPO with two vLLM producers on CPU, some minutes
 	@$(BIN)/nbehind demo $(DEMO_ARGS)
 
 test: setup ## run the tests (PYTEST_ARGS='-k queue')
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(PYTEST_ARGS)
 
 lint: setup ## ruff: style and format
 	@$(BIN)/ruff check .

@@ -45,7 +45,7 @@ class Adapters:
             )
         self._peft = PeftLora(
             r=config.rank,
-            lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
+            lora_alpha=config.alpha,
             lora_dropout=0.0,
             target_modules=list(config.target_modules) or sorted(linear),
             task_type="CAUSAL_LM",
