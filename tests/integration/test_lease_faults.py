@@ -8,6 +8,9 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import redis
+
+from rollout_queue.keys import Keys
 from tests import runs
 
 POISON = """
@@ -92,9 +95,22 @@ def index_of(folder: Path, pid: int) -> str:
 
 
 def hung_with_work(folder: Path) -> int:
-    """A producer stopped by SIGSTOP; two of its kind share the work, so it holds some."""
-    pids = runs.wait_for(
-        lambda: [p for p, line in runs.processes_of(folder).items() if " producer " in line][:1], "a producer"
-    )
-    os.kill(pids[0], signal.SIGSTOP)
-    return pids[0]
+    """A producer stopped by SIGSTOP while it holds requests."""
+
+    def stopped() -> int:
+        (pid, *_) = [p for p, line in runs.processes_of(folder).items() if " producer " in line] or [0]
+        if pid:
+            os.kill(pid, signal.SIGSTOP)
+            if f"producer-{index_of(folder, pid)}" in holders(folder):
+                return pid
+            os.kill(pid, signal.SIGCONT)
+        return 0
+
+    return runs.wait_for(stopped, "a producer with work")
+
+
+def holders(folder: Path) -> set[str]:
+    """Names of the producers that hold leases now, without what makes a life of theirs unique."""
+    with redis.Redis(unix_socket_path=str(folder / "runs/run/redis/redis.sock")) as client:
+        records = [raw.decode().split("|") for raw in client.hvals(Keys("run").open)]
+    return {owner.split(".")[0] for _, _, state, *_, owner in records if state == "l"}

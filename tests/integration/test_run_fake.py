@@ -69,7 +69,7 @@ def test_a_killed_producer_is_restarted_and_its_requests_are_taken_over(tmp_path
 
 def test_a_producer_started_by_hand_joins_and_contributes(tmp_path: Path):
     cmd = runs.command(
-        "run", tmp_path, run__max_steps=40, producer__count=1, producer__fake_generate_s=0.2, producer__max_requests=2
+        "run", tmp_path, run__max_steps=80, producer__count=1, producer__fake_generate_s=0.2, producer__max_requests=2
     )
     with runs.running(cmd, tmp_path) as child:
         runs.wait_for(lambda: len(runs.rows(tmp_path)) >= 3, "the third step")
