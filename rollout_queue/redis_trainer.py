@@ -188,12 +188,15 @@ class RedisTrainerSide(RedisSide):
             raise
 
     def _delivery(self, entry: str, fields: list[bytes]) -> GroupHeader | DeadNotice | None:
-        """An entry of the rollouts is `group` id|incarnation|attempt, `header`, or `dead` id|incarnation, `reason`."""
+        """An entry of the rollouts is `group` id|incarnation|attempt, `header`, or `dead` id|incarnation, `reason` (`forged` when the poll script
+        finds that nothing has given the request up)."""
         request_id = ""
         try:
             if len(fields) != 4:
                 raise MessageError("not an entry of this queue")
             kind, about, _, content = fields
+            if kind == b"forged":
+                raise MessageError("a notice of death that the queue has not given")
             name, *numbers = text(about).split("|")
             parsed = _parsed_id(name)
             request_id = str(parsed)  # only what is an id goes into logs and dead letters

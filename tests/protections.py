@@ -182,6 +182,13 @@ PROTECTIONS = (
         "",
         f"{FAULTS} -k stream_of_rollouts",
     ),
+    Protection(
+        "a request is given up by the queue alone",
+        "rollout_queue/lua_trainer.py",
+        "if not (r and r.state == 'x' and r.entry == entry) then f[1] = 'forged' end",
+        "",
+        f"{FAULTS} -k stream_of_rollouts",
+    ),
     # --- the weight channel
     Protection(
         "a damaged version is never used (shared memory)",

@@ -413,6 +413,7 @@ class TestRubbish:
             {"dead": "what|1", "reason": "x"},
             {"dead": "0.0.0|one", "reason": "x"},
             {"dead": "0.0.0", "reason": "x"},
+            {"dead": "0.0.0|1", "reason": "forged"},
             {b"\xff\xfe": b"\xff" * 1000, "group": b"\xff"},
             {"group": "0.0.0\nERROR a forged line|1|0", "header": "x"},
         ]
