@@ -41,7 +41,7 @@ def main() -> int:
             outcome = outcomes[protection.guarantee] = check(copy, protection)
             print(f"{outcome:<14} {time.monotonic() - began:5.0f} s  {protection.guarantee}", flush=True)
     caught = sum(o == "caught" for o in outcomes.values())
-    print(f"{caught} of {len(chosen)} protections are missed by their test when removed")
+    print(f"{caught} of {len(chosen)}: the test fails when the protection is removed")
     if arguments.json:
         arguments.json.write_text(json.dumps(outcomes, indent=1) + "\n")
     return 0 if caught == len(chosen) else 1

@@ -269,6 +269,27 @@ PROTECTIONS = (
         "signals_seen: int | None = None) -> None:\n        signals_seen = 99",
         "tests/integration/test_supervisor.py -k second_ctrl_c",
     ),
+    Protection(
+        "data that do not divide end with a smaller step",
+        "trainer_svc/order.py",
+        "return min(self.groups_per_step, self.epochs * self.num_items - step * self.groups_per_step)",
+        "return self.groups_per_step",
+        "tests/unit/test_order.py -k do_not_divide",
+    ),
+    Protection(
+        "producers leave when the trainer declares the end",
+        "producer_svc/keeper.py",
+        'self._ended = "done"',
+        "pass",
+        "tests/integration/test_producer_service.py -k declares_the_end",
+    ),
+    Protection(
+        "a message never prints the secret",
+        "rollout_queue/connection.py",
+        'return re.sub(r"//.*@", "//***@", url, flags=re.DOTALL).partition("?")[0]',
+        "return url",
+        f"{FAULTS} -k without_the_secret",
+    ),
     # --- stalls
     Protection(
         "a run that stands still is given up with its reason",
