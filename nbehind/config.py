@@ -130,6 +130,11 @@ class LoraConfig(Section):
         (), description="names of the linear layers that get adapters, such as q_proj; empty = all but the output head"
     )
 
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' product. Only with rank > 0."""
+        return self.alpha / self.rank
+
 
 class ProducerConfig(Section):
     count: int = Field(2, ge=0, description="producers that `nbehind run` starts")

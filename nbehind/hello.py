@@ -42,7 +42,7 @@ def adapters(config: LoraConfig, folder: Path) -> str:
     """What the adapters are added to, and how; "none" without. Two checkpoints of one architecture differ."""
     if not config.rank:
         return "none"
-    return f"scale {config.alpha / config.rank:g} on {weights_digest(folder)}"
+    return f"scale {config.scale:g} on {weights_digest(folder)}"
 
 
 def weights_digest(folder: Path) -> str:

@@ -34,7 +34,7 @@ def make_generator(config: Config, folder: Path) -> Generator:
         from producer_svc.fake_generator import FakeGenerator
 
         return FakeGenerator(config.producer.fake_generate_s, config.producer.fake_sigma, config.producer.in_flight)
-    base = Base(str(folder), config.lora.alpha / config.lora.rank) if config.lora.rank else None
+    base = Base(str(folder), config.lora.scale) if config.lora.rank else None
     if config.producer.backend == "transformers":
         from producer_svc.transformers_generator import TransformersGenerator
 

@@ -53,7 +53,7 @@ class Adapters:
         )
         inject_adapter_in_model(self._peft, model, ADAPTER)
         self._model = model
-        self._scale = config.alpha / config.rank
+        self._scale = config.scale
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
