@@ -14,6 +14,7 @@ from pathlib import Path
 from nbehind.cli_inspect import add_dead, add_status, dead_command, status_command
 from nbehind.config import Config
 from nbehind.config_load import apply_overrides, config_of, dump_config, load_config
+from nbehind.environment import enter
 from nbehind.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -154,6 +155,8 @@ def demo_command(arguments: Arguments) -> int:
 def producer_command(arguments: Arguments) -> int:
     supervised = die_with_parent()
     config, url = _service_start(arguments, arguments.name or f"producer-{arguments.index}", supervised)
+    if not supervised:
+        enter(config, "producer")
     from producer_svc.main import main as producer_main
 
     return producer_main(config, url, arguments.index, arguments.name)
@@ -162,6 +165,8 @@ def producer_command(arguments: Arguments) -> int:
 def trainer_command(arguments: Arguments) -> int:
     supervised = die_with_parent()
     config, url = _service_start(arguments, "trainer", supervised)
+    if not supervised:
+        enter(config, "trainer")
     from trainer_svc.main import main as trainer_main
 
     return trainer_main(config, url, arguments.resume)

@@ -22,7 +22,6 @@ from nbehind.report import summary_table, write_report
 from nbehind.run_folder import Mode, RunFolder, open_run_folder
 from nbehind.services import open_client, open_queue
 from nbehind.supervisor import Interrupts, ServiceCommands, Supervisor
-from producer_svc.vllm_env import vllm_environment
 from rollout_queue.errors import ConnectionRefused, UnsuitableRedis
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,6 @@ def nbehind_commands(config: Config, folder: RunFolder, redis_url: str, resume: 
         trainer=command("trainer", "--redis", redis_url, *(["--resume"] if resume else [])),
         producer=lambda index: command("producer", "--redis", redis_url, "--index", str(index)),
         model=None if config.model.path == "fake" else command("model"),
-        producer_env=vllm_environment(config.producer, config.model) if config.producer.backend == "vllm" else {},
     )
 
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from nbehind.config import Config
+from nbehind.environment import Kind, environment_of
 from nbehind.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, Interrupted, ServiceDied
 from nbehind.guardian import Guardian
 from nbehind.live import Display
 from nbehind.live_data import MetricsTail, ProbeResult, ServiceLine, View
-from nbehind.process import Child, describe_exit, service_env
+from nbehind.process import Child, describe_exit
 from nbehind.run_folder import RunFolder
 
 TICK_S = 0.05
@@ -45,7 +46,6 @@ class ServiceCommands:
     trainer: Sequence[str]
     producer: Callable[[int], Sequence[str]]  # by index
     model: Sequence[str] | None = None
-    producer_env: Mapping[str, str] = field(default_factory=dict)  # on top of process.service_env
 
 
 class Interrupts:
@@ -129,7 +129,7 @@ class Supervisor:
         """Until the trainer is done. Raises ServiceDied, Interrupted, or what the embedded Redis raises."""
         try:
             self._prepare_model()
-            self._trainer = self._start("trainer", self._commands.trainer, self._config.trainer.threads)
+            self._trainer = self._start("trainer", self._commands.trainer, "trainer")
             self._phase = "running"
             self._watch(self._trainer)
             self._phase = "ending"
@@ -146,7 +146,7 @@ class Supervisor:
         if self._commands.model is None:
             return
         self._phase = "preparing model"
-        child = self._start("model", self._commands.model, self._config.trainer.threads)
+        child = self._start("model", self._commands.model, "trainer")
         while child.poll() is None:
             if self._interrupts.count:
                 raise Interrupted("interrupted while the model was being prepared")
@@ -192,12 +192,7 @@ class Supervisor:
         now = time.monotonic()
         if slot.start_at is not None:
             if now >= slot.start_at:
-                slot.child = self._start(
-                    slot.name,
-                    self._commands.producer(slot.index),
-                    self._config.producer.threads,
-                    self._commands.producer_env,
-                )
+                slot.child = self._start(slot.name, self._commands.producer(slot.index), "producer")
                 slot.start_at = None
         elif slot.child is not None and slot.child.poll() is not None:
             if slot.child in self._children:
@@ -238,11 +233,8 @@ class Supervisor:
         self._await(running, LEAVE_S)
 
     # --- small parts
-    def _start(
-        self, name: str, command: Sequence[str], threads: int, more_env: Mapping[str, str] | None = None
-    ) -> Child:
-        env = {**service_env(threads), **(more_env or {})}
-        child = Child(name, command, self._folder.log_file(name), env)
+    def _start(self, name: str, command: Sequence[str], kind: Kind) -> Child:
+        child = Child(name, command, self._folder.log_file(name), environment_of(self._config, kind))
         self._guardian.add(child.pid)
         self._children.append(child)
         return child

@@ -22,9 +22,10 @@ from nbehind.chaos.proxy import Proxy, ProxyLoop
 from nbehind.config import Config
 from nbehind.config_load import dump_config
 from nbehind.embedded import EmbeddedRedis
+from nbehind.environment import environment_of
 from nbehind.errors import EXIT_INTERRUPTED
 from nbehind.guardian import Guardian
-from nbehind.process import Child, describe_exit, service_env
+from nbehind.process import Child, describe_exit
 from rollout_queue.connection import connect
 from rollout_queue.keys import Keys
 from trainer_svc.step_ledger import LEDGER
@@ -127,12 +128,7 @@ class Actors:
         return [sys.executable, "-m", "nbehind", service, str(self._config_file), "--redis", url, *more, *sets]
 
     def _environment(self, name: str) -> Mapping[str, str]:
-        c = self.config
-        env = service_env(c.trainer.threads if name == "trainer" else c.producer.threads)
-        if name != "trainer" and c.producer.backend == "vllm":
-            from producer_svc.vllm_env import vllm_environment
-
-            env.update(vllm_environment(c.producer, c.model))
+        env = environment_of(self.config, "trainer" if name == "trainer" else "producer")
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]))
         return {**env, MARK: str(self.folder), "PYTHONPATH": path}
 

@@ -12,7 +12,7 @@ from nbehind.config import ModelConfig, ProducerConfig
 from producer_svc.errors import GeneratorError
 from producer_svc.generation import check_spans, end_ids, max_new_tokens
 from producer_svc.sampling import draw, sampled_logprobs, uniforms
-from producer_svc.vllm_env import preloads, vllm_environment
+from producer_svc.vllm_env import preloads, tunables, vllm_environment
 from rollout_queue.messages import Request, RequestId, Sampling, Version
 
 A, B = Version(1, 0, "a"), Version(1, 1, "b")
@@ -72,3 +72,10 @@ def test_environment_keeps_what_the_user_set() -> None:
     assert preloads("/some/lib.so", 1).split(":")[-1] == "/some/lib.so"
     once = preloads("", 2)
     assert preloads(once, 2) == once
+
+
+def test_large_pages_are_added_to_the_tunables_of_the_c_library() -> None:
+    assert tunables("") == "glibc.malloc.hugetlb=1"
+    assert tunables("glibc.malloc.arena_max=2") == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
+    assert tunables("glibc.malloc.hugetlb=0:glibc.malloc.perturb=1") == "glibc.malloc.hugetlb=0:glibc.malloc.perturb=1"
+    assert tunables(tunables("")) == tunables("")
