@@ -1,4 +1,4 @@
-"""What a weight update costs: `python -m bench.weight_sync [--members 1 2 4] [--params 1 135 500] [--json FILE]`.
+"""What a weight update costs: `python -m bench.weight_sync [--members 1 2 4] [--params 1 135 500] [--link-gbit 10] [--json FILE]`.
 
 In each round the same bytes go from one process to the others in five ways:
   flat        one gloo broadcast of one buffer: the most that gloo can do
@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,7 @@ import redis
 import torch
 import torch.distributed as dist
 
+from bench.link import limited, run_limited
 from nbehind.embedded import EmbeddedRedis
 from rollout_queue.connection import connect
 from rollout_queue.keys import Keys
@@ -251,6 +253,7 @@ def measure(millions: float, members: int, dtype: torch.dtype, rounds: int, buck
     counted = found[WARM_UP:]
     row: dict[str, Any] = {"million_params": millions, "members": members, "mb": round(nbytes / 1e6, 1)}
     row |= {"tensors": len(shapes(millions)), "rounds": rounds, "cores": os.cpu_count()}
+    row["link_gbit"] = limited()
     row |= {key: statistics.median(r[key] for r in counted) for key in counted[0]}
     row |= {f"{way}_first_s": found[0][f"{way}_s"] for way in WAYS}
     row |= {name: statistics.median(r[a] / r[b] for r in counted) for name, (a, b) in RATIOS.items()}
@@ -264,8 +267,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help=f"counted rounds, after {WARM_UP} others")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 from 500 million on")
     parser.add_argument("--bucket-mb", type=float, default=32.0, help="sync.bucket_mb")
+    parser.add_argument("--link-gbit", type=float, default=0.0, help="limit loopback to that rate (default: memory's)")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     arguments = parser.parse_args()
+    if arguments.link_gbit > 0 and not limited():
+        run_limited(arguments.link_gbit, "bench.weight_sync", sys.argv[1:])
     torch.set_num_threads(1)
     rows = []
     for millions in arguments.params:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from producer_svc.generation import Refused, Shapes, check_file, check_staged, map_weights
+from weight_sync.adapters import DOWN, UP, merged
 from weight_sync.manifest import Manifest
 from weight_sync.staged import StagedWeights
-
-A, B = ".lora_A.weight", ".lora_B.weight"  # [rank, in] and [out, rank] of a layer whose weight is [out, in]
 
 
 class Base(NamedTuple):
@@ -30,9 +29,9 @@ def check_weights(staged: StagedWeights, expected: Shapes, tied: bool, base: Bas
         check_staged(staged, expected, tied)
         return
     got = {spec.name: tuple(spec.shape) for spec in staged.manifest.tensors}
-    layers = {name.removesuffix(end) for name in got for end in (A, B) if name.endswith(end)}
+    layers = {name.removesuffix(end) for name in got for end in (DOWN, UP) if name.endswith(end)}
     for layer in layers:
-        down, up, whole = got.get(layer + A, ()), got.get(layer + B, ()), expected.get(f"{layer}.weight", ())
+        down, up, whole = got.get(layer + DOWN, ()), got.get(layer + UP, ()), expected.get(f"{layer}.weight", ())
         if len(down) != 2 or up != whole[:1] + down[:1] or whole[1:] != down[1:]:
             raise Refused(
                 f"version {staged.version.number} does not fit the model: the adapter of {layer} is {list(up)} · {list(down)} "
@@ -58,8 +57,6 @@ def _merged(adapters: Mapping[str, Any], base: Base) -> Iterator[tuple[str, Any]
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 layer, weight = name.removesuffix(".weight"), opened.get_tensor(name)
-                if layer + A in adapters:
-                    weight = weight.float().addmm_(
-                        adapters[layer + B].float(), adapters[layer + A].float(), alpha=base.scale
-                    )
+                if layer + DOWN in adapters:
+                    weight = merged(weight, adapters[layer + DOWN], adapters[layer + UP], base.scale)
                 yield name, weight

@@ -7,7 +7,6 @@ import logging
 import secrets
 import signal
 import time
-from pathlib import Path
 
 from nbehind.config import Config
 from nbehind.hello import hello
@@ -16,7 +15,7 @@ from nbehind.services import open_queue, sync_settings
 from nbehind.stopping import EXIT_INTERRUPTED, StopFlag
 from nbehind.tokenizer import load_tokenizer
 from producer_svc.adapters import Base
-from producer_svc.generator import Generator
+from producer_svc.engines import make_generator
 from producer_svc.keeper import Keeper
 from producer_svc.rewards import Scorer
 from producer_svc.service import ProducerService, start_in_time
@@ -28,22 +27,6 @@ from weight_sync.staged import StagedWeights
 log = logging.getLogger(__name__)
 
 
-def make_generator(config: Config, folder: Path) -> Generator:
-    """The backend that the config names; only its own heavy imports happen."""
-    if config.producer.backend == "fake":
-        from producer_svc.fake_generator import FakeGenerator
-
-        return FakeGenerator(config.producer.fake_generate_s, config.producer.fake_sigma, config.producer.in_flight)
-    base = Base(str(folder), config.lora.scale) if config.lora.rank else None
-    if config.producer.backend == "transformers":
-        from producer_svc.transformers_generator import TransformersGenerator
-
-        return TransformersGenerator(folder, config.model, config.producer, config.sampling, base)
-    from producer_svc.vllm_generator import VllmGenerator
-
-    return VllmGenerator(folder, config.model, config.producer, config.sampling, base)
-
-
 async def serve_run(config: Config, redis_url: str, index: int, name: str, stop: StopFlag) -> str:
     """The life of one producer; returns why it ended."""
     began = time.monotonic()
@@ -53,7 +36,8 @@ async def serve_run(config: Config, redis_url: str, index: int, name: str, stop:
     telemetry = Telemetry(name)
     port = config.metrics.producer_port + index if config.metrics.producer_port else 0
     web = serve(telemetry.registry, config.metrics.host, port, telemetry.health)
-    generator = make_generator(config, folder)
+    base = Base(str(folder), config.lora.scale) if config.lora.rank else None
+    generator = make_generator(folder, config.model, config.producer, config.sampling, base)
     scorer = Scorer(config.reward, tokenizer.decode)
     service = ProducerService(name, config, queue, generator, scorer, telemetry)
     loop = asyncio.get_running_loop()

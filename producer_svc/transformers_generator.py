@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbehind.config import ModelConfig, ProducerConfig, SamplingConfig
+from nbehind.config import ModelConfig, ProducerConfig
 from producer_svc.adapters import Base, check_weights, engine_weights
 from producer_svc.errors import GeneratorError
 from producer_svc.generation import (
@@ -31,30 +31,10 @@ from producer_svc.generation import (
 )
 from producer_svc.generator import Completion
 from producer_svc.sampling import draw, sampled_logprobs, uniforms
-from producer_svc.threaded_generator import ThreadedGenerator
 from rollout_queue.messages import Finish, Request, Version
 from weight_sync.staged import StagedWeights
 
 log = logging.getLogger(__name__)
-
-
-class TransformersGenerator(ThreadedGenerator):
-    """Implements Generator. The stop token is part of a completion: ending is an action, with a logprob of its own."""
-
-    def __init__(
-        self,
-        model_folder: Path,
-        model: ModelConfig,
-        producer: ProducerConfig,
-        sampling: SamplingConfig,
-        base: Base | None = None,
-    ) -> None:
-        del sampling  # every request carries its own
-        super().__init__(
-            lambda: TransformersBackend(model_folder, model, producer, base),
-            producer.in_flight,
-            producer.start_timeout_s,
-        )
 
 
 class Row:
@@ -89,7 +69,7 @@ class Row:
 
 
 class TransformersBackend:
-    """Implements Backend."""
+    """Implements Backend. The stop token is part of a completion: ending is an action, with a logprob of its own."""
 
     def __init__(self, folder: Path, model: ModelConfig, producer: ProducerConfig, base: Base | None = None) -> None:
         self.tokens = 0

@@ -32,7 +32,6 @@ from producer_svc.generation import (
     weight_shapes,
 )
 from producer_svc.generator import Completion
-from producer_svc.threaded_generator import ThreadedGenerator
 from producer_svc.vllm_env import is_cpu_build, vllm_environment
 from rollout_queue.messages import Finish, Request, Version
 from weight_sync.staged import StagedWeights
@@ -45,24 +44,6 @@ MIN_BATCH_TOKENS = 2048
 MAX_SEQUENCES = 1024
 MODEL_FOLDER = Version(0, 0, "model folder")  # before the first swap
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
-
-
-class VllmGenerator(ThreadedGenerator):
-    """Implements Generator. The stop token is part of a completion: ending is an action, with a logprob of its own."""
-
-    def __init__(
-        self,
-        model_folder: Path,
-        model: ModelConfig,
-        producer: ProducerConfig,
-        sampling: SamplingConfig,
-        base: Base | None = None,
-    ) -> None:
-        super().__init__(
-            lambda: VllmBackend(model_folder, model, producer, sampling, base),
-            producer.in_flight,
-            producer.start_timeout_s,
-        )
 
 
 def engine_arguments(
@@ -109,7 +90,7 @@ class Job:
 
 
 class VllmBackend:
-    """Implements Backend."""
+    """Implements Backend. The stop token is part of a completion: ending is an action, with a logprob of its own."""
 
     def __init__(
         self,

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from nbehind.config import ModelConfig, ProducerConfig, SamplingConfig
-from producer_svc.fake_generator import FakeGenerator
+from producer_svc.engines import make_generator
 from producer_svc.generator import Completion, Generator
-from producer_svc.transformers_generator import TransformersGenerator
 from rollout_queue.messages import Request, RequestId, Sampling, Version
 from trainer_svc.fake_engine import WEIGHT_NAME, initial_weights
 from weight_sync.manifest import Manifest
@@ -89,14 +88,8 @@ class Rig:
         asyncio.run(asyncio.wait_for(self.generator.start(), WAIT_S))
 
     def make(self, **producer: Any) -> Generator:
-        settings = PRODUCER.model_copy(update=producer)
-        if self.kind == "fake":
-            return FakeGenerator(base_s=0.3)
-        if self.kind == "transformers":
-            return TransformersGenerator(self.model_folder, MODEL, settings, SAMPLING)
-        from producer_svc.vllm_generator import VllmGenerator
-
-        return VllmGenerator(self.model_folder, MODEL, settings, SAMPLING)
+        settings = PRODUCER.model_copy(update={"backend": self.kind, "fake_generate_s": 0.3, **producer})
+        return make_generator(self.model_folder, MODEL, settings, SAMPLING)
 
     def staged(self, number: int) -> StagedWeights:
         """Version `number` has the weights of model number % 2."""

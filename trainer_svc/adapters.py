@@ -18,6 +18,7 @@ from nbehind.config import LoraConfig
 from trainer_svc.errors import TrainerError
 from trainer_svc.torch_model import named_weights
 from trainer_svc.torch_state import disk_errors
+from weight_sync.adapters import DOWN, UP, merged
 
 ADAPTER = "default"  # PEFT's name for the only one
 BASE = ".base_layer."  # PEFT puts the layer that it wraps there
@@ -59,8 +60,8 @@ class Adapters:
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor), for a layer of shape [out, in]: `<layer>.lora_A.weight` [rank, in] and `<layer>.lora_B.weight` [out, rank]."""
         for name, layer in self._layers.items():
-            for part in ("lora_A", "lora_B"):
-                yield f"{name}.{part}.weight", getattr(layer, part)[ADAPTER].weight.detach()
+            yield name + DOWN, layer.lora_A[ADAPTER].weight.detach()
+            yield name + UP, layer.lora_B[ADAPTER].weight.detach()
 
     @staticmethod
     def name_of(parameter: str) -> str:
@@ -77,9 +78,9 @@ class Adapters:
             if ".lora_" in name:
                 continue
             layer = name.removesuffix(".weight").removesuffix(".base_layer")
-            if f"{layer}.lora_A.weight" in trained:
-                a, b = (trained[f"{layer}.{part}.weight"].to(tensor.device).float() for part in ("lora_A", "lora_B"))
-                tensor = (tensor.float() + self._scale * (b @ a)).to(tensor.dtype)
+            if layer + DOWN in trained:
+                down, up = (trained[layer + end].to(tensor.device) for end in (DOWN, UP))
+                tensor = merged(tensor, down, up, self._scale).to(tensor.dtype)
             yield name.replace(BASE, "."), tensor
 
     def write(self, folder: Path, trained: Mapping[str, Tensor]) -> None:

@@ -24,6 +24,7 @@ from torch_cases import assert_same, configure, make_batch, start, weights
 
 from nbehind.config import LoraConfig
 from producer_svc.adapters import Base
+from producer_svc.engines import make_generator
 from producer_svc.errors import GeneratorError
 from producer_svc.generator import Generator
 from rollout_queue.messages import Version
@@ -137,11 +138,9 @@ class Engines:
             self.exact.append(whole.double())
 
     def generator(self, kind: str) -> Generator:
-        from producer_svc.transformers_generator import TransformersGenerator
-        from producer_svc.vllm_generator import VllmGenerator
-
-        made = TransformersGenerator if kind == "transformers" else VllmGenerator
-        return made(self.folder / "model", MODEL, PRODUCER, SAMPLING, Base(str(self.folder / "model"), 8.0 / 4))
+        folder = self.folder / "model"
+        settings = PRODUCER.model_copy(update={"backend": kind})
+        return make_generator(folder, MODEL, settings, SAMPLING, Base(str(folder), 8.0 / 4))
 
     def error(self, asked, completion, number: int) -> float:
         ids = torch.from_numpy(np.concatenate([asked.prompt_ids, completion.token_ids]).astype(np.int64))
