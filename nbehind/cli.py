@@ -1,7 +1,5 @@
 """The command line. Every failure is one line with its remedy on standard error, and an exit code:
 0 done, 2 bad config or input, 1 anything else, 130 interrupted.
-
-A service parses its config before anything heavy is imported, so that a bad one fails at once.
 """
 
 from __future__ import annotations
@@ -10,28 +8,32 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nbehind.cli_inspect import add_dead, add_status, dead_command, status_command
-from nbehind.config import Config
-from nbehind.config_load import apply_overrides, config_of, dump_config, load_config
-from nbehind.environment import enter
+from nbehind.commands import (
+    chaos_command,
+    config_command,
+    demo_command,
+    model_command,
+    producer_command,
+    report_command,
+    run_command,
+    trainer_command,
+)
 from nbehind.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_OK,
     ConfigError,
-    InputError,
     Interrupted,
     ServiceDied,
     exit_code_of,
     expected_errors,
 )
-from nbehind.logs import setup_logging
-from nbehind.process import die_with_parent
-from nbehind.run_folder import Mode, RunFolder
 
 Arguments = argparse.Namespace
-DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo.toml"
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Passwords are read from the environment or a file (redis.password_env, redis.password_file), never from here.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_runs(commands)
+    _add_services(commands)
+    _add_tools(commands)
+    return parser
+
+
+def _add_runs(commands: Commands) -> None:
     run = _command(
         commands, "run", run_command, "start Redis, a trainer and producers, and see the run through to its end"
     )
@@ -92,6 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     demo = _command(commands, "demo", demo_command, "run examples/demo.toml: a tiny model learns arithmetic in minutes")
     _add_set(demo)
     _add_display(demo)
+
+
+def _add_services(commands: Commands) -> None:
     producer = _command(commands, "producer", producer_command, "start one producer alone")
     _add_service(producer)
     producer.add_argument(
@@ -107,6 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     trainer = _command(commands, "trainer", trainer_command, "start the trainer alone")
     _add_service(trainer)
     trainer.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run folder")
+
+
+def _add_tools(commands: Commands) -> None:
     model = _command(
         commands, "model", model_command, "prepare the model folder that the config names, and print where it is"
     )
@@ -132,135 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_set(dead)
     report = _command(commands, "report", report_command, "write report.html of a run, and print its summary")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, such as runs/demo")
-    return parser
 
 
-def run_command(arguments: Arguments) -> int:
-    from nbehind.launch import RunOptions, launch
-
-    file, overrides, mode = _what_to_run(arguments)
-    config = load_config(file, [*overrides, *arguments.set, *_redis_override(arguments)])
-    hint = f"; go on with: nbehind run {config.run_dir / 'config.toml'} --resume"
-    return launch(config, RunOptions(mode, arguments.plain, arguments.json, hint))
-
-
-def demo_command(arguments: Arguments) -> int:
-    from nbehind.launch import RunOptions, launch
-
-    if not DEMO.is_file():
-        raise InputError(f"{DEMO} is not there: run the demo from a checkout of the project")
-    return launch(load_config(DEMO, arguments.set), RunOptions("overwrite", arguments.plain, arguments.json))
-
-
-def producer_command(arguments: Arguments) -> int:
-    supervised = die_with_parent()
-    config, url = _service_start(arguments, arguments.name or f"producer-{arguments.index}", supervised)
-    if not supervised:
-        enter(config, "producer")
-    from producer_svc.main import main as producer_main
-
-    return producer_main(config, url, arguments.index, arguments.name)
-
-
-def trainer_command(arguments: Arguments) -> int:
-    supervised = die_with_parent()
-    config, url = _service_start(arguments, "trainer", supervised)
-    if not supervised:
-        enter(config, "trainer")
-    from trainer_svc.main import main as trainer_main
-
-    return trainer_main(config, url, arguments.resume)
-
-
-def model_command(arguments: Arguments) -> int:
-    die_with_parent()
-    config = load_config(arguments.config, arguments.set)
-    setup_logging("model")
-    from nbehind.models import prepare_model
-
-    sys.stdout.write(f"{prepare_model(config.model.path)}\n")
-    return EXIT_OK
-
-
-def config_command(arguments: Arguments) -> int:
-    if arguments.markdown:
-        from nbehind.config_docs import markdown_table
-
-        sys.stdout.write(markdown_table())
-        return EXIT_OK
-    file = arguments.config
-    config = load_config(file, arguments.set) if file else config_of(apply_overrides({}, arguments.set), "--set")
-    sys.stdout.write(dump_config(config))
-    return EXIT_OK
-
-
-def chaos_command(arguments: Arguments) -> int:
-    from nbehind.chaos.command import main as chaos_main
-    from nbehind.chaos.scenario import Options
-
-    a = arguments
-    return chaos_main(Options(a.minutes, a.seed, a.backend, a.json, a.keep, a.n_behind, a.order, tuple(a.only)))
-
-
-def report_command(arguments: Arguments) -> int:
-    from nbehind.report import summary_table, write_report
-
-    setup_logging("report")
-    path = write_report(arguments.run_dir)
-    sys.stdout.write(summary_table(RunFolder(arguments.run_dir).read_summary()))
-    sys.stdout.write(f"report: {path}\n")
-    return EXIT_OK
-
-
-def _what_to_run(arguments: Arguments) -> tuple[Path, list[str], Mode]:
-    """Config file, overrides that name the run, and what to do with an earlier run of that name."""
-    resume: str | None = arguments.resume
-    if resume is not None and arguments.overwrite:
-        raise InputError("--resume and --overwrite: give one of them")
-    if arguments.config is None and resume is not None and resume.endswith(".toml"):
-        arguments.config, resume = resume, ""  # `run --resume CONFIG`: argparse took CONFIG for RUN
-    if resume is None:
-        if arguments.config is None:
-            raise InputError("give the config file, such as: nbehind run examples/demo.toml")
-        return Path(arguments.config), [], "overwrite" if arguments.overwrite else "new"
-    overrides: list[str] = []
-    if resume:
-        folder = Path(resume) if Path(resume).parent != Path() else Path("runs") / resume
-        overrides.append(f"run.name={folder.name}")
-        if folder != Path("runs") / folder.name or arguments.config is None:
-            overrides.append(f"run.dir={folder.parent}")
-        if arguments.config is None:
-            arguments.config = RunFolder(folder).config_file
-            if not Path(arguments.config).is_file():
-                raise InputError(f"--resume {resume}: {folder} is not the folder of a run")
-    elif arguments.config is None:
-        raise InputError("--resume needs the config file, or the run: nbehind run --resume RUN")
-    return Path(arguments.config), overrides, "resume"
-
-
-def _service_start(arguments: Arguments, service: str, supervised: bool) -> tuple[Config, str]:
-    """Config and Redis URL of a service; both are checked. A supervised one may start while its Redis restarts."""
-    from nbehind.launch import check_redis
-
-    config = load_config(arguments.config, [*arguments.set, *_redis_override(arguments)])
-    setup_logging(service)
-    url = config.redis.url
-    if not url:
-        known = RunFolder(config.run_dir).redis_url_file
-        if not known.is_file():
-            raise InputError(f"no Redis is known for run {config.run.name}: give --redis URL (without a password)")
-        url = known.read_text().strip()
-    check_redis(config, url, config.redis.retry_s if supervised else 0.0)
-    return config, url
-
-
-def _redis_override(arguments: Arguments) -> list[str]:
-    return [f"redis.url={arguments.redis}"] if arguments.redis else []
-
-
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: Callable[[Arguments], int], text: str
-) -> argparse.ArgumentParser:
+def _command(commands: Commands, name: str, run: Callable[[Arguments], int], text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_OneLineHelp
     )

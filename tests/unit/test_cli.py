@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nbehind.cli import _what_to_run, build_parser, describe, main
+from nbehind.cli import build_parser, describe, main
+from nbehind.commands import what_to_run
 from nbehind.errors import ConfigError, ServiceDied, exit_code_of
 from nbehind.logs import setup_logging
 from nbehind.process import PARENT_VARIABLE, describe_exit, last_lines, service_env
@@ -145,7 +146,7 @@ def test_what_is_run(
     for folder in ("runs/first", "out/first"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.toml").write_text("")
-    found = _what_to_run(build_parser().parse_args(["run", *argv]))
+    found = what_to_run(build_parser().parse_args(["run", *argv]))
     assert found == (Path(file), overrides, mode)
 
 
