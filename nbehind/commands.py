@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nbehind.config import Config
 from nbehind.config_load import apply_overrides, config_of, dump_config, load_config
-from nbehind.environment import enter
+from nbehind.environment import Kind, enter
 from nbehind.errors import EXIT_OK, InputError
 from nbehind.logs import setup_logging
 from nbehind.process import die_with_parent
@@ -40,9 +40,8 @@ def demo_command(arguments: Arguments) -> int:
 
 def producer_command(arguments: Arguments) -> int:
     supervised = die_with_parent()
-    config, url = _service_start(arguments, arguments.name or f"producer-{arguments.index}", supervised)
-    if not supervised:
-        enter(config, "producer")
+    name = arguments.name or f"producer-{arguments.index}"
+    config, url = _service_start(arguments, "producer", name, supervised)
     from producer_svc.main import main as producer_main
 
     return producer_main(config, url, arguments.index, arguments.name)
@@ -50,9 +49,7 @@ def producer_command(arguments: Arguments) -> int:
 
 def trainer_command(arguments: Arguments) -> int:
     supervised = die_with_parent()
-    config, url = _service_start(arguments, "trainer", supervised)
-    if not supervised:
-        enter(config, "trainer")
+    config, url = _service_start(arguments, "trainer", "trainer", supervised)
     from trainer_svc.main import main as trainer_main
 
     return trainer_main(config, url, arguments.resume)
@@ -124,12 +121,14 @@ def what_to_run(arguments: Arguments) -> tuple[Path, list[str], Mode]:
     return Path(arguments.config), overrides, "resume"
 
 
-def _service_start(arguments: Arguments, service: str, supervised: bool) -> tuple[Config, str]:
+def _service_start(arguments: Arguments, kind: Kind, name: str, supervised: bool) -> tuple[Config, str]:
     """Config and Redis URL of a service; both are checked. A supervised one may start while its Redis restarts."""
     from nbehind.launch import check_redis
 
     config = load_config(arguments.config, [*arguments.set, *_redis_override(arguments)])
-    setup_logging(service)
+    if not supervised:
+        enter(config, kind, Path(arguments.config))
+    setup_logging(name)
     url = config.redis.url
     if not url:
         known = RunFolder(config.run_dir).redis_url_file

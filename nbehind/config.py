@@ -164,9 +164,13 @@ class SyncConfig(Section):
         "auto",
         description="weight transport; auto: shared memory on the trainer's machine, CUDA IPC on its GPU, NCCL between GPUs, else gloo",
     )
-    bucket_mb: float = Field(32.0, gt=0, description="MiB sent in one broadcast")
-    join_timeout_s: float = Field(20.0, gt=0, description="deadline of the rendezvous of a membership epoch")
-    transfer_timeout_s: float = Field(30.0, gt=0, description="deadline of one bucket, verify and swap included")
+    bucket_mb: float = Field(32.0, ge=0.0625, le=16384, description="MiB sent in one broadcast")
+    join_timeout_s: float = Field(
+        20.0, ge=0.1, le=86400, description="deadline of the rendezvous of a membership epoch"
+    )
+    transfer_timeout_s: float = Field(
+        30.0, ge=0.1, le=86400, description="deadline of one bucket, verify and swap included"
+    )
     interface: str = Field(
         "",
         description="network interface of the weight channel; empty = loopback for a loopback Redis, else the default route",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from nbehind.config import Config
@@ -27,12 +28,13 @@ def environment_of(config: Config, kind: Kind, base: Mapping[str, str] | None = 
     return env
 
 
-def enter(config: Config, kind: Kind) -> None:
+def enter(config: Config, kind: Kind, config_file: Path) -> None:
     """Start this process again in its environment, unless it is in it: some variables count at the start alone.
 
-    It keeps its number, its parent and its place in the terminal.
+    It keeps its number, its parent and its place in the terminal. Nothing happens where a second start would not be the
+    same: in somebody's own program, and with a `config_file` that can be read only once.
     """
-    if os.environ.pop(ENTERED, ""):
+    if os.environ.pop(ENTERED, "") or not (_is_own_program() and config_file.is_file()):
         return
     wanted = environment_of(config, kind)
     del wanted[PARENT_VARIABLE]
@@ -40,3 +42,10 @@ def enter(config: Config, kind: Kind) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**wanted, ENTERED: "1"})  # noqa: S606
+
+
+def _is_own_program() -> bool:
+    """Is this `nbehind`, or `python -m nbehind`?"""
+    program = Path(sys.argv[0])
+    own = program.name == "nbehind" or program.resolve() == Path(__file__).with_name("__main__.py")
+    return own and bool(sys.executable)

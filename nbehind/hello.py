@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import BinaryIO
 
 from nbehind.config import Config, LoraConfig
 from nbehind.tokenizer import Tokenizer
@@ -19,7 +21,9 @@ _IDENTITY = (
     "tie_word_embeddings",
 )
 
-SAMPLED, SAMPLED_EVERY = 64 * 1024, 16 * 2**20  # bytes
+SMALL = 64 * 2**20  # bytes of a file that is hashed whole
+CHUNK = 2**20  # bytes that are read at once
+SLICE = 16 * 1024  # bytes of a tensor that are hashed at its beginning, middle and end
 
 
 def model_digest(folder: Path) -> str:
@@ -46,16 +50,39 @@ def adapters(config: LoraConfig, folder: Path) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash of the safetensors files' sizes, headers and one block in every 16 MiB: enough to tell checkpoints apart."""
+    """Hash of the safetensors files: small ones whole, of large ones the header and three slices of every tensor.
+
+    Training changes most values of every tensor that it changes, so this tells checkpoints apart without reading them.
+    """
     digest = sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            for start in range(0, size, SAMPLED_EVERY):
+            for start, stop in _hashed_ranges(file, size):
                 file.seek(start)
-                digest.update(file.read(SAMPLED))
+                while start < stop and (piece := file.read(min(CHUNK, stop - start))):
+                    digest.update(piece)
+                    start += len(piece)
     return digest.hexdigest()[:16]
+
+
+def _hashed_ranges(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of what is hashed; all of a file that is small or no safetensors."""
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(length)) if size > SMALL and length < size else {}
+        tensors = [tensor["data_offsets"] for name, tensor in sorted(header.items()) if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        tensors = []
+    if not tensors:
+        yield 0, size
+        return
+    first = 8 + length
+    yield 0, first
+    for begin, end in tensors:
+        for start in sorted({begin, max(begin, (begin + end - SLICE) // 2), max(begin, end - SLICE)}):
+            yield first + start, first + min(start + SLICE, end)
 
 
 def hello(config: Config, tokenizer: Tokenizer, folder: Path) -> dict[str, str]:

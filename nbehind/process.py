@@ -58,7 +58,7 @@ def die_with_parent() -> bool:
     The guardian ends what does not leave by itself.
     """
     parent = os.environ.pop(PARENT_VARIABLE, "")
-    if not parent:
+    if not parent.isdecimal():
         return False
     passed_on = False
 

@@ -44,6 +44,8 @@ class Keeper:
         self._first = queue.state()
         self._began_at = self._trainer_seen_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        if self._first.ended:
+            log.info("the run has ended: waiting %g s for a trainer that takes it up again", OVER_GRACE_S)
 
     def start(self) -> None:
         self._thread.start()

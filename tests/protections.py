@@ -320,4 +320,25 @@ PROTECTIONS = (
         'host: str = Field("0.0.0.0"',
         "tests/unit/test_security.py -k this_machine",
     ),
+    Protection(
+        "a member that cannot take weights is tried less and less often",
+        "weight_sync/attendance.py",
+        "or self._trouble[n].rests_until <= now",
+        "or True",
+        "tests/integration/test_weight_trouble.py -k less_often",
+    ),
+    Protection(
+        "adapters go on only upon the weights and the scale that they were trained with",
+        "trainer_svc/torch_engine.py",
+        'if info.get("adapters", self._added_to) != self._added_to:',
+        "if False:",
+        "tests/integration/test_adapters.py -k its_base",
+    ),
+    Protection(
+        "a config that can be read only once is read once",
+        "nbehind/environment.py",
+        "_is_own_program() and config_file.is_file()",
+        "_is_own_program()",
+        "tests/unit/test_environment.py -k pipe",
+    ),
 )

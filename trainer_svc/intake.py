@@ -47,6 +47,10 @@ class Versions(Protocol):
         """Producers on the weight channel -> the newest version each has received, −1 = none."""
         ...
 
+    def troubles(self) -> Mapping[str, str]:
+        """Producers -> why they get no weights at present."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -346,10 +350,13 @@ class Intake:
         )
 
     def _producers(self) -> str:
-        members = self._versions.members()
-        if not members:
+        members, troubles = self._versions.members(), self._versions.troubles()
+        if not members and not troubles:
             return "no producer is connected: start one (nbehind producer), or see why they ended in their logs"
-        return "connected: " + ", ".join(
-            f"{name} with version {number}" if number >= 0 else f"{name} without weights"
-            for name, number in sorted(members.items())
-        )
+
+        def state(name: str) -> str:
+            number = members.get(name, -1)
+            has = f"{name} with version {number}" if number >= 0 else f"{name} without weights"
+            return f"{has} (the last transfer to it failed: {troubles[name]})" if name in troubles else has
+
+        return "connected: " + ", ".join(map(state, sorted({*members, *troubles})))

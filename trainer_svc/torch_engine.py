@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nbehind.config import Config
+from nbehind.hello import adapters as adapters_identity
 from trainer_svc.adapters import Adapters
 from trainer_svc.engine import TrainBatch, TrainSequence
 from trainer_svc.errors import CheckpointError, TrainerError, TrainingError
@@ -44,6 +45,7 @@ class TorchEngine:
         self._model: Any = None
         self._reference: Any = None
         self._adapters: Adapters | None = None
+        self._added_to = "none"
         self._optimizer: Optimizer | None = None
         self._told = False
 
@@ -60,6 +62,7 @@ class TorchEngine:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         if self._config.lora.rank:
             self._adapters = Adapters(self._model, self._config.lora, self._config.model.path)
+            self._added_to = adapters_identity(self._config.lora, self._folder)
         self._optimizer = Optimizer(self._model, trainer)
         count = sum(w.numel() for w in self._optimizer.weights.values())
         log.info(
@@ -203,7 +206,7 @@ class TorchEngine:
 
     def snapshot(self) -> Callable[[Path], None]:
         assert self._optimizer is not None
-        info = {"updates": self.updates}
+        info = {"updates": self.updates, "adapters": self._added_to}
         copies = {n: t.detach().to("cpu", copy=True) for n, t in [*self._optimizer.tensors(), *_rng_tensors()]}
         masters = {Adapters.name_of(n): copies[f"weight.{n}"] for n in self._optimizer.weights}
         weights = {
@@ -222,6 +225,10 @@ class TorchEngine:
         tensors, info = read_state(folder)
         if "rng.cpu" not in tensors or not isinstance(info.get("updates"), int):
             raise CheckpointError(f"the training state in {folder} is not whole; use an older checkpoint")
+        if info.get("adapters", self._added_to) != self._added_to:
+            raise CheckpointError(
+                f"the checkpoint's adapters have {info['adapters']}, the config's {self._added_to}; set model.path and lora.* as before"
+            )
         self._optimizer.restore(tensors)
         self.updates = info["updates"]
         torch.set_rng_state(tensors["rng.cpu"])

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import redis
 
@@ -21,6 +22,16 @@ from weight_sync.rendezvous import GONE_S
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0  # between two looks at the register when nobody reports
+MAX_REST_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A member's failures in a row, over all its sessions."""
+
+    failures: int
+    rests_until: float  # monotonic
+    reason: str
 
 
 class Attendance:
@@ -47,6 +58,7 @@ class Attendance:
         self._resync = True
         self.roster = Roster(incarnation)
         self.drops = 0
+        self._trouble: dict[str, Trouble] = {}
 
     def look(self) -> None:
         """Take in what has been said, and the register when it is time."""
@@ -56,6 +68,16 @@ class Attendance:
         self._take(self._acks.read(0))
         if time.monotonic() - self._refreshed >= REFRESH_S:
             self._refresh()
+
+    def due(self, number: int) -> dict[str, str]:
+        """Member -> session of those that lack version `number` and are not resting after failures."""
+        now = time.monotonic()
+        targets = self.roster.targets(number)
+        return {n: s for n, s in targets.items() if n not in self._trouble or self._trouble[n].rests_until <= now}
+
+    def troubles(self) -> dict[str, str]:
+        """Member -> why its last transfer failed, until one succeeds. May be called by any thread."""
+        return {name: trouble.reason for name, trouble in list(self._trouble.items())}
 
     def reset(self) -> None:
         """After an outage of Redis: acks may have been missed."""
@@ -91,8 +113,12 @@ class Attendance:
         return answers
 
     def failed(self, failures: Mapping[str, str]) -> None:
-        """Members that said that a transfer failed, and why; after some failures in a row they are left out."""
+        """Members that said that a transfer failed, and why; after some failures in a row they are left out, and then
+        tried again less and less often, since what they lack (memory, say) seldom comes back at once."""
         for name, detail in failures.items():
+            count = self._trouble[name].failures + 1 if name in self._trouble else 1
+            rest_s = 0.0 if count < MAX_FAILURES else min(MAX_REST_S, 0.1 * 2.0 ** min(count - MAX_FAILURES, 16))
+            self._trouble[name] = Trouble(count, time.monotonic() + rest_s, detail)
             view = self.roster.members.get(name)
             if view is None:
                 continue
@@ -110,7 +136,8 @@ class Attendance:
 
     def _take(self, acks: list[Ack]) -> None:
         for ack in acks:
-            self.roster.take_ack(ack)
+            if self.roster.take_ack(ack) and ack.kind == "received":
+                self._trouble.pop(ack.member, None)
         if any(ack.kind == "joined" for ack in acks):
             self._refreshed = float("-inf")
 
@@ -120,6 +147,8 @@ class Attendance:
             self._greet(name)
         for name, status in self._register.statuses().items():
             self.roster.take_status(name, status)
+        for name in self._trouble.keys() - fresh.keys():
+            del self._trouble[name]
         self._refreshed = time.monotonic()
         for name, view in self.roster.members.items():
             if view.dropped and self._refreshed - view.dropped_at > self._settings.join_timeout_s:

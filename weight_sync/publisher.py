@@ -150,6 +150,10 @@ class Publisher:
         """Fresh, accepted members -> the newest version each has received (−1: none yet)."""
         return {name: view.acked for name, view in list(self._there.roster.members.items()) if view.usable}
 
+    def troubles(self) -> dict[str, str]:
+        """Members -> why the last transfer to them failed, until one succeeds."""
+        return self._there.troubles()
+
     def status(self) -> dict[str, Any]:
         return {
             "incarnation": self._incarnation,

@@ -26,6 +26,10 @@ GONE_S = 0.5
 SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
+class NotHosted(TransferFailed):
+    """No member is to blame: the publisher cannot host the rendezvous."""
+
+
 class HostedStore:
     """The publisher's end.
 
@@ -34,19 +38,23 @@ class HostedStore:
     """
 
     def __init__(self, host: str, prefix: str, manifest: bytes, timeout_s: float) -> None:
+        """Raises NotHosted when this machine does not allow it."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=256)
-        self.host, self.port = host, int(listener.getsockname()[1])
-        self._tcp = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-        self.store = PrefixStore(prefix, self._tcp)
-        self.store.set("manifest", manifest)  # type: ignore[arg-type]
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=256)
+            self.host, self.port = host, int(listener.getsockname()[1])
+            self._tcp = TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=listener.detach(),
+            )
+            self.store = PrefixStore(prefix, self._tcp)
+            self.store.set("manifest", manifest)  # type: ignore[arg-type]
+        except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
+            raise NotHosted(f"no rendezvous can be hosted at {host}: {' '.join(str(error).split())[:200]}") from error
 
     def missing(
         self, ranks: Iterable[int], timeout_s: float, stop: threading.Event, gone: Callable[[], Set[int]] = set

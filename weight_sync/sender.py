@@ -31,11 +31,13 @@ from weight_sync.choice import SHM, common
 from weight_sync.epoch import Absent, EpochHost
 from weight_sync.errors import TransferFailed
 from weight_sync.ledger import VersionLedger
+from weight_sync.rendezvous import NotHosted
 from weight_sync.staging import StagedVersion, StagingArea
 
 log = logging.getLogger(__name__)
 
 NO_EPOCH = -1
+HOST_AGAIN_S = 1.0
 
 
 class Sender:
@@ -69,7 +71,7 @@ class Sender:
         self._there.look()
         if self._current is None:
             return False
-        sessions = self._there.roster.targets(self._current.number)
+        sessions = self._there.due(self._current.number)
         if not sessions:
             self._identify(self._current)
             self._staging.prepare()
@@ -146,6 +148,10 @@ class Sender:
             if not self._stop.is_set():
                 self._failed(absent)
                 self._there.drop(dict.fromkeys(absent.members, str(absent)))
+            return
+        except NotHosted as error:
+            self._failed(error)
+            self._stop.wait(HOST_AGAIN_S)
             return
         except TransferFailed as error:
             self._failed(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,20 @@ def test_a_restored_engine_continues_bit_for_bit(tied, tmp_path, dtype):
         start(tied).load_state(saved)
     with pytest.raises(CheckpointError, match="lora"):
         start(tied, lora(rank=2)).load_state(saved)
+
+
+def test_a_checkpoint_of_adapters_goes_with_its_base_and_scale_only(tied, tmp_path):
+    engine = start(tied, lora())
+    engine.train_step(make_batch(tied, noise=0.1))
+    saved = checkpoint.save(tmp_path, 1, engine.snapshot(), {"step": 1})
+    with pytest.raises(CheckpointError, match=r"scale 24\.75.*set model\.path and lora"):
+        start(tied, lora(alpha=99)).load_state(saved)
+    other = tmp_path / "other"
+    shutil.copytree(tied, other)
+    engine.save_model(other)
+    with pytest.raises(CheckpointError, match=r"on [0-9a-f]{16}.*on [0-9a-f]{16}"):
+        start(other, lora()).load_state(saved)
+    start(tied, lora()).load_state(saved)
 
 
 def test_layers_are_chosen_by_name(tied):

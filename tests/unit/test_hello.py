@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nbehind import hello
 from nbehind.config import LoraConfig
-from nbehind.hello import SAMPLED_EVERY, adapters, weights_digest
+from nbehind.hello import adapters, weights_digest
 from weight_sync.membership import Record, mismatch
 
 
@@ -24,11 +29,34 @@ def test_adapters_name_their_scale_and_what_they_are_added_to(tmp_path: Path) ->
         assert word in text
 
 
-def test_large_checkpoints_are_told_apart_far_behind_their_beginning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [2**20, 0], ids=["whole", "slices"])
+def test_checkpoints_are_told_apart_by_every_tensor(
+    small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hello, "SMALL", small)
+    monkeypatch.setattr(hello, "SLICE", 64)
+    tensors = {f"layer{i}": torch.full((100,), float(i)) for i in range(5)} | {"none": torch.zeros(0)}
+
+    def digest(**changed: torch.Tensor) -> str:
+        save_file({**tensors, **changed}, tmp_path / "model.safetensors")
+        return weights_digest(tmp_path)
+
+    same = digest()
+    others = [digest(**{name: tensors[name] + 1}) for name in tensors if name != "none"]
+    assert len({same, *others}) == 6
+    assert digest() == same
+
+
+def test_a_file_that_is_no_safetensors_is_hashed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "SMALL", 16)
     path = tmp_path / "model.safetensors"
-    path.write_bytes(bytes(SAMPLED_EVERY + 100))
-    before = weights_digest(tmp_path)
-    with path.open("r+b") as file:
-        file.seek(SAMPLED_EVERY + 50)
-        file.write(b"x")
-    assert weights_digest(tmp_path) != before
+    for content in (
+        b"",
+        b"x" * 100,
+        (5).to_bytes(8, "little") + b"[1,2]" + b"x" * 80,
+        (2).to_bytes(8, "little") + b"{}" * 50,
+    ):
+        path.write_bytes(content)
+        before = weights_digest(tmp_path)
+        path.write_bytes(content[:-1] + b"y")
+        assert weights_digest(tmp_path) != before

@@ -34,6 +34,9 @@ class Versions:
     def given(self, member: str) -> set[int]:
         return set(self._history)
 
+    def troubles(self) -> dict[str, str]:
+        return {}
+
     def members(self) -> dict[str, int]:
         return {}
 
