@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import redis
 
 from rollout_queue.connection import connect
 from rollout_queue.keys import Keys
-from tests.sync_processes import HELLO, PATIENCE_S, SETTINGS, weights
+from tests.integration.test_weight_sync import until
+from tests.sync_processes import HELLO, SETTINGS, weights
 from weight_sync import epoch
 from weight_sync.publisher import Publisher
 from weight_sync.receiver import Receiver
@@ -21,13 +22,6 @@ from weight_sync.staged import StagedWeights
 
 HOT_S = 4.0
 MOST_TRIES = 15  # within HOT_S; without rests between them 95 were seen
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture
