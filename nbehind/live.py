@@ -130,21 +130,31 @@ class RichDisplay:
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = float("-inf")
+        self._waiting: View | None = None
         self._live = Live(
             console=console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False
         )
         self._live.start()
 
     def update(self, view: View) -> None:
+        self._waiting = view
         if self._clock() - self._last >= REDRAW_S:
-            self._last = self._clock()
-            self._live.update(render(view), refresh=True)
+            self._draw_waiting()
 
     def note(self, text: str) -> None:
         self._live.console.print(escape(text), highlight=False)
 
     def close(self) -> None:
-        self._live.stop()
+        try:
+            self._draw_waiting()
+        finally:
+            self._live.stop()
+
+    def _draw_waiting(self) -> None:
+        view, self._waiting = self._waiting, None
+        if view is not None:
+            self._last = self._clock()
+            self._live.update(render(view), refresh=True)
 
 
 def step_line(view: View) -> str:
@@ -178,7 +188,7 @@ def render(view: View) -> RenderableType:
         blocks.append(_services(view))
     if view.producers:
         blocks.append(_producers(view))
-    restarting = [s for s in view.services if s.state != "running"] if view.rows else []
+    restarting = [s for s in view.services if s.state not in ("running", "left")] if view.rows else []
     blocks += [Text(f"{s.name}: {s.state}", style="yellow") for s in restarting]
     if view.problem:
         blocks.append(Text(view.problem, style="bold red"))

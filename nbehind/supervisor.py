@@ -141,6 +141,7 @@ class Supervisor:
                 for child in list(self._children):
                     child.kill()
                     self._forget(child)
+                self._show()  # the last step may be younger than the last look
 
     def _prepare_model(self) -> None:
         if self._commands.model is None:
@@ -261,11 +262,14 @@ class Supervisor:
                 child.trim_log()
         if now >= self._next_view:
             self._next_view = now + VIEW_S
-            self._display.update(self._view(now))
+            self._show()
         time.sleep(TICK_S)
 
-    def _view(self, now: float) -> View:
+    def _show(self) -> None:
         self._tail.read()
+        self._display.update(self._view(time.monotonic()))
+
+    def _view(self, now: float) -> View:
         answer = self._probe()
         lines = [ServiceLine(s.name, s.state(now), _newest(s.child)) for s in self._slots]
         if self._trainer is None:

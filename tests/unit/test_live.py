@@ -187,10 +187,12 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_a_block() -> None:
     rich = RichDisplay(console)
     rich.note("worth [keeping]")
     rich.update(view([row(1)]))
+    rich.update(view([row(2)]))  # too soon to be drawn before the display closes
     rich.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "worth [keeping]" in text
     assert "step 2/100" in text
+    assert "step 3/100" in text
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
