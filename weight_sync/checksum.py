@@ -21,32 +21,28 @@ _WORDS = BLOCK // 8
 
 
 class BlockSums:
-    """Sums of a flat buffer of `total_bytes`, added piece by piece as it arrives."""
+    """Sums of a flat buffer (uint8 on the CPU), from its beginning on as it is filled."""
 
-    def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
-        self._sums = np.zeros(-(-total_bytes // BLOCK), np.int64)
-        self._seen = 0
+    def __init__(self, flat: torch.Tensor | NDArray[np.uint8]) -> None:
+        self._raw = flat.numpy() if isinstance(flat, torch.Tensor) else flat
+        self._sums = np.zeros(-(-self._raw.size // BLOCK), np.int64)
+        self._blocks = 0  # summed
 
-    def add(self, start: int, flat_piece: torch.Tensor | NDArray[np.uint8]) -> None:
-        """Add the bytes from `start` on: uint8 on the CPU; whole blocks, except for the end of the buffer."""
-        raw = flat_piece.numpy() if isinstance(flat_piece, torch.Tensor) else flat_piece
-        if start % BLOCK or (raw.size % BLOCK and start + raw.size != self._total):
-            raise ValueError(f"a piece of {raw.size} bytes at {start} does not end on a block of {BLOCK} bytes")
-        whole = raw.size // BLOCK * BLOCK
-        first = start // BLOCK
-        if whole:
-            words = raw[:whole].view(np.int64).reshape(-1, _WORDS)
-            np.add.reduce(words, axis=1, out=self._sums[first : first + whole // BLOCK])
-        if whole < raw.size:
-            self._sums[first + whole // BLOCK] = _tail_sum(raw[whole:])
-        self._seen += raw.size
+    def up_to(self, stop: int) -> None:
+        """Sum what is new of the first `stop` bytes; of a block that is not whole before them nothing yet."""
+        first, last = self._blocks, min(stop, self._raw.size) // BLOCK
+        if last > first:
+            words = self._raw[first * BLOCK : last * BLOCK].view(np.int64).reshape(-1, _WORDS)
+            np.add.reduce(words, axis=1, out=self._sums[first:last])
+            self._blocks = last
 
     def hex(self, manifest_digest: str) -> str:
-        """The checksum, 32 hex digits. ValueError unless every byte was added once."""
-        if self._seen != self._total:
-            raise ValueError(f"{self._seen} of {self._total} bytes were added to the checksum")
-        digest = sha256(self._total.to_bytes(8, "little"))
+        """The checksum of the whole buffer, 32 hex digits; what was not summed before is summed now."""
+        size = self._raw.size
+        self.up_to(size)
+        if size % BLOCK:
+            self._sums[-1] = _tail_sum(self._raw[size // BLOCK * BLOCK :])
+        digest = sha256(size.to_bytes(8, "little"))
         digest.update(self._sums.astype("<i8").tobytes())
         digest.update(manifest_digest.encode())
         return digest.hexdigest()[:CHECKSUM_BYTES]
@@ -66,10 +62,3 @@ def _tail_sum(raw: NDArray[np.uint8]) -> np.int64:
     padded = np.zeros(-(-raw.size // 8) * 8, np.uint8)
     padded[: raw.size] = raw
     return np.int64(np.add.reduce(padded.view(np.int64)))
-
-
-def checksum(flat: torch.Tensor, manifest_digest: str) -> str:
-    """Checksum of a whole flat uint8 buffer on the CPU, 32 hex digits."""
-    sums = BlockSums(flat.numel())
-    sums.add(0, flat)
-    return sums.hex(manifest_digest)

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import redis
@@ -213,19 +214,13 @@ class Member:
         assert slot.flat is not None
         if call.bucket_bytes <= 0 or call.bucket_bytes % BLOCK:
             raise TransferFailed(f"announced with buckets of {call.bucket_bytes} bytes, not of whole blocks of {BLOCK}")
-        sums, summed, flat = BlockSums(call.total_bytes), 0, slot.flat
-
-        def sum_up_to(stop: int) -> Callable[[], None]:
-            begin = summed
-            return lambda: sums.add(begin, flat[begin:stop])
-
+        sums, flat = BlockSums(slot.flat), slot.flat
         for start, stop in buckets(call.total_bytes, call.bucket_bytes):
             if self._stop.is_set():
                 raise TransferFailed("the receiver is closing")
-            channel.broadcast(flat[start:stop], call.timeout_s, sum_up_to(start))
-            summed = start
+            channel.broadcast(flat[start:stop], call.timeout_s, partial(sums.up_to, start))
         told = torch.empty(CHECKSUM_BYTES, dtype=torch.uint8)
-        channel.broadcast(told, call.timeout_s, sum_up_to(call.total_bytes))
+        channel.broadcast(told, call.timeout_s, partial(sums.up_to, call.total_bytes))
         _verify(sums, call, from_bytes(told))
         return from_bytes(told)
 
@@ -235,11 +230,11 @@ class Member:
         manifest = Manifest.decode(slot.reading.trailer)
         if (manifest.digest, manifest.total_bytes) != (call.manifest_digest, call.total_bytes):
             raise TransferFailed("the publisher's memory holds other weights than were announced")
-        sums = BlockSums(call.total_bytes)
-        for start, stop in buckets(call.total_bytes, self._settings.bucket_bytes):
+        sums = BlockSums(slot.reading.raw)
+        for _, stop in buckets(call.total_bytes, self._settings.bucket_bytes):
             if self._stop.is_set():
                 raise TransferFailed("the receiver is closing")
-            sums.add(start, slot.reading.raw[start:stop])
+            sums.up_to(stop)
         _verify(sums, call, call.checksum)
         return manifest
 

@@ -121,6 +121,7 @@ class Publisher:
         if self._stop.is_set():
             raise ChannelClosed(f"version {number} is published after the publisher was closed")
         began = time.monotonic()
+        self._wake.set()  # to follow the copy
         self._staging.stage(number, named, dtype if dtype is not None else self._dtype)
         self._wake.set()
         log.debug("version %d staged in %.3f s", number, time.monotonic() - began)
@@ -183,7 +184,7 @@ class Publisher:
                     self._sender.reset()
                     outage.wait(error, self._stop)
                     continue
-                if not busy:
+                if not busy and not self._staging.follow(self._settings.poll_s):
                     self._wake.wait(self._settings.poll_s)
         except BaseException as error:  # raised again by check() in the trainer's thread
             if not isinstance(error, SyncError):

@@ -25,8 +25,8 @@ from rollout_queue.messages import Version
 from weight_sync.attendance import Attendance
 from weight_sync.buckets import buckets
 from weight_sync.calls import ShareCall, TransferCall, send_call
-from weight_sync.channel import Channel, SyncSettings, Transport, nothing
-from weight_sync.checksum import BlockSums, as_bytes, checksum
+from weight_sync.channel import Channel, SyncSettings, Transport
+from weight_sync.checksum import as_bytes
 from weight_sync.choice import SHM, common
 from weight_sync.epoch import Absent, EpochHost
 from weight_sync.errors import TransferFailed
@@ -104,12 +104,10 @@ class Sender:
             self._current.release()
         self._current, self._version = taken, None
 
-    def _identify(self, staged: StagedVersion, sums: BlockSums | None = None) -> Version:
-        """The version with its checksum, of `sums` if they were made already."""
+    def _identify(self, staged: StagedVersion) -> Version:
+        """The version with its checksum."""
         if self._version is None:
-            digest = staged.manifest.digest
-            value = sums.hex(digest) if sums is not None else checksum(staged.flat, digest)
-            self._version = Version(self._incarnation, staged.number, value)
+            self._version = Version(self._incarnation, staged.number, staged.sums.hex(staged.manifest.digest))
             self._ledger.computed(self._version)
         return self._version
 
@@ -184,13 +182,11 @@ class Sender:
     def _send(self, channel: Channel, staged: StagedVersion, sessions: Mapping[str, str]) -> Version:
         """The weights, then their checksum; members know the version only with it, so it is offered just before."""
         limit_s, total = self._settings.transfer_timeout_s, staged.manifest.total_bytes
-        sums = BlockSums(total) if self._version is None else None
         for start, stop in buckets(total, self._settings.bucket_bytes):
             if self._stop.is_set():
                 raise TransferFailed("the publisher is closing")
-            piece = staged.flat[start:stop]
-            channel.broadcast(piece, limit_s, partial(sums.add, start, piece) if sums is not None else nothing)
-        version = self._identify(staged, sums)
+            channel.broadcast(staged.flat[start:stop], limit_s, partial(staged.sums.up_to, stop))
+        version = self._identify(staged)
         self._ledger.offer(version, sessions)
         channel.broadcast(as_bytes(version.checksum), limit_s)
         return version

@@ -1,6 +1,7 @@
 """The publisher's copies of the weights: flat buffers, one in use by the sending thread, one to be filled.
 
     trainer: stage(n) ─copy─▶ pending ──take()──▶ sending thread (checksum, transfers, joiners) ──release()──▶ free
+                       └────── follow(): the sending thread, when it has nothing else to do, sums up what is there already
 
 A pending version that was not taken is overwritten by the next one: the newest wins, and `skipped` counts it. With the
 shm transport members read the buffers in place, so a free one is written only when nobody reads it; as long as somebody
@@ -10,13 +11,16 @@ does, one more is made. A member holds two at most, so there are never more than
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from weight_sync.checksum import BlockSums
 from weight_sync.errors import Refused, SyncError
 from weight_sync.manifest import Layout, Manifest
 from weight_sync.regions import Region
@@ -24,6 +28,10 @@ from weight_sync.regions import Region
 log = logging.getLogger(__name__)
 
 BUFFERS = 2
+FOLLOW_BYTES = (
+    16 * 1024 * 1024
+)  # summed at a time beside the copy; less makes the copy slower, more leaves more for later
+FOLLOW_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class StagedVersion:
         self.manifest = manifest
         self.buffer = buffer
         self.holders = 1
+        self.filled = 0  # bytes copied so far; grows until stage() is done
+        self.sums = BlockSums(buffer.flat)  # for the sending thread alone
 
     @property
     def flat(self) -> torch.Tensor:
@@ -71,6 +81,8 @@ class StagingArea:
         self._free: list[Buffer] = []  # whoever was freed last is at the end
         self._all: list[Buffer] = []
         self._pending: StagedVersion | None = None
+        self._filling: StagedVersion | None = None
+        self._spare_core = len(os.sched_getaffinity(0)) > 1
         self._newest = -1
         self.manifest: Manifest | None = None
         self.skipped = 0
@@ -83,16 +95,20 @@ class StagingArea:
         if number <= self._newest:
             raise SyncError(f"version {number} is published after version {self._newest}; numbers only grow")
         with torch.no_grad():
-            buffer, manifest = self._first(named, dtype) if self.manifest is None else self._next(number, named, dtype)
-        buffer.region.end_write()
+            staged = (
+                self._next(number, named, dtype) if self.manifest is not None else self._first(number, named, dtype)
+            )
+        staged.buffer.region.end_write()
         with self._lock:
             if self._pending is not None:
                 self._free.append(self._pending.buffer)
                 self.skipped += 1
-            self._pending = StagedVersion(self, number, manifest, buffer)
-            self._newest, self.manifest = number, manifest
+            self._pending, self._filling = staged, None
+            self._newest, self.manifest = number, staged.manifest
 
-    def _first(self, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> tuple[Buffer, Manifest]:
+    def _first(
+        self, number: int, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+    ) -> StagedVersion:
         """The layout is not known before the last tensor, so the buffer grows with every one."""
         region = self._make_region()
         try:
@@ -108,15 +124,14 @@ class StagingArea:
             raise
         with self._lock:
             self._all.append(buffer)
-        return buffer, manifest
+        return StagedVersion(self, number, manifest, buffer)
 
-    def _next(
-        self, number: int, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
-    ) -> tuple[Buffer, Manifest]:
+    def _next(self, number: int, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> StagedVersion:
         assert self.manifest is not None
         buffer = self._take_buffer(self.manifest)
+        staged = self._filling = StagedVersion(self, number, self.manifest, buffer)
         try:
-            difference = _fill(buffer, self.manifest, named, dtype)
+            difference = _fill(staged, named, dtype)
             if difference:
                 raise Refused(
                     f"version {number} has other weights than version {self._newest}: {difference}; "
@@ -125,9 +140,23 @@ class StagingArea:
         except BaseException:
             buffer.region.end_write()
             with self._lock:
+                self._filling = None
                 self._free.append(buffer)
             raise
-        return buffer, self.manifest
+        return staged
+
+    def follow(self, limit_s: float) -> bool:
+        """Sum up a version that is being copied, as far as it is there, for `limit_s` at most; False when none is.
+
+        For the sending thread, which has a core to itself then: on a single one it would only hold up the copy.
+        """
+        end = time.monotonic() + limit_s
+        followed = False
+        while self._spare_core and (filling := self._filling) is not None and time.monotonic() < end:
+            followed = True
+            filling.sums.up_to(filling.filled // FOLLOW_BYTES * FOLLOW_BYTES)
+            time.sleep(FOLLOW_POLL_S)
+        return followed
 
     def prepare(self) -> None:
         """Make the second buffer before it is needed. For the sending thread, after the first version."""
@@ -214,15 +243,14 @@ def _buffer(region: Region, manifest: Manifest) -> Buffer:
     return Buffer(region, flat, manifest.views(flat))
 
 
-def _fill(
-    buffer: Buffer, manifest: Manifest, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
-) -> str:
+def _fill(staged: StagedVersion, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> str:
     """Copy tensor by tensor; returns the first difference from the layout, '' when there is none."""
-    layout, specs = Layout(dtype), manifest.tensors
+    layout, specs, views = Layout(dtype), staged.manifest.tensors, staged.buffer.views
     for name, tensor in named:
         spec, place = layout.add(name, tensor), layout.count - 1
         if place < len(specs):
             if spec != specs[place]:
                 return spec.differs_from(specs[place])
-            buffer.views[name].copy_(tensor.detach())
+            views[name].copy_(tensor.detach())
+            staged.filled = spec.offset + spec.nbytes
     return "" if layout.count == len(specs) else f"{len(specs)} tensors have become {layout.count}"
