@@ -2,6 +2,7 @@
 
 trainer thread: publish(n) ─copy─▶ staging            returns after one copy
 own thread:     staging ─▶ sender.step(): checksum ─▶ epoch ─▶ transfer ─▶ acks     (sender.py)
+                beside the copy, when nothing else is due: staging.follow() sums it up
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from rollout_queue.messages import Version
+from weight_sync import staging
+from weight_sync.buckets import BLOCK
+from weight_sync.checksum import BlockSums
 from weight_sync.errors import Refused, Superseded, SyncError, TransferFailed
 from weight_sync.ledger import VersionLedger
 from weight_sync.manifest import Manifest
@@ -79,6 +82,38 @@ def test_a_buffer_is_free_when_its_last_holder_lets_go() -> None:
     held[0].release()
     area.stage(2, weights(2), None)
     assert value(area) == 2.0
+
+
+def test_a_version_is_summed_up_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "FOLLOW_BYTES", BLOCK)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    area = StagingArea()
+    followed = []
+
+    def slowly(first: float) -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(3):
+            yield f"w{i}", torch.full((2 * BLOCK // 4,), first + i)
+            followed.append(area.follow(0.01))
+
+    area.stage(0, slowly(1.0), None)
+    assert followed == [False] * 3, "the first version's buffer still moves while it grows"
+    for number, first in ((1, 10.0), (2, 20.0)):  # 2 overwrites 1, which nobody took
+        area.stage(number, slowly(first), None)
+    assert followed[3:] == [True] * 6
+    assert not area.follow(0.01)
+    taken = area.take()
+    assert taken is not None
+    whole = BlockSums(taken.flat).hex("d")
+    taken.flat.zero_()
+    assert taken.sums.hex("d") == whole, "nothing had to be read again"
+
+
+def test_a_single_core_is_left_to_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    area = StagingArea()
+    area.stage(0, weights(0), None)
+    area.stage(1, ((n, t) for n, t in weights(1) if not area.follow(10.0)), None)
+    assert value(area) == 1.0
 
 
 def test_a_failed_first_copy_does_not_fix_the_layout() -> None:
